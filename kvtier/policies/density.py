@@ -154,8 +154,6 @@ class DensityOrder:
         self._returns = Returns()
         self._hints = HintLabels(self._returns)
 
-    # What an order does.
-
     def insert(self, keys: Sequence[int], after: int | None = None, /) -> None:  # A run has one place.
         if not keys:
             return
@@ -183,8 +181,7 @@ class DensityOrder:
         if hint is None:
             self._end(keys, ())
             return
-        branches = self._hints.branches(hint)
-        if branches:
+        if branches := self._hints.branches(hint):
             self._warm_up_requests = min(self._warm_up_requests, _WARM_UP_HINTED_REQUESTS)
         self._end(keys, branches, has_future=hint.over or hint.returns_in_s is not None)
 
@@ -215,8 +212,6 @@ class DensityOrder:
 
     def grow(self, capacity: int, /) -> None:
         self._owner.extend(array("I", [_NOBODY]) * (capacity - len(self._owner)))
-
-    # Runs, and the keys that they own.
 
     def _new_run(self) -> _KeyRun:
         number = self._unused.pop() if self._unused else len(self._runs) + 1
@@ -285,8 +280,6 @@ class DensityOrder:
         run.keys = _NO_KEYS
         del self._runs[run.number]
         self._unused.append(run.number)
-
-    # The end of a request, and age.
 
     def _end(self, keys: Sequence[int], hints: Sequence[Branch], *, has_future: bool = False) -> None:
         """Make two runs of a request's keys: shared ones and the rest. `has_future`: the hints suffice as a label."""
@@ -375,8 +368,6 @@ class DensityOrder:
         if not runs:
             del self._cells[cell]
 
-    # Victims, and the ghosts that they leave.
-
     def _coldest_first(self) -> Iterator[_KeyRun]:
         """Iterate over the runs in eviction order, except open ones."""
         if self._returns.now < self._warm_up_requests:
@@ -394,8 +385,7 @@ class DensityOrder:
         """Choose `count` keys of these runs, as `part_of` chooses up to that many of one run; None if too few."""
         parts: list[_Part] = []
         for run in runs if count else ():
-            part = part_of(self._keys(run), count, keep)
-            if part:
+            if part := part_of(self._keys(run), count, keep):
                 parts.append((run, part))
                 count -= len(part)
                 if not count:

@@ -68,10 +68,8 @@ class Sessions(Generic[K]):
 
     def _take(self, key: K) -> int | None:
         """Remove a key from its last request and return that; None if it is not known."""
-        number = self._session.pop(key, None)
-        if number:
-            left = self._keys[number] - 1
-            if left:
+        if number := self._session.pop(key, None):
+            if left := self._keys[number] - 1:
                 self._keys[number] = left
             else:
                 del self._keys[number]
@@ -157,8 +155,7 @@ class Retained(Generic[K]):
 
     def _displace(self, priority: int) -> bool:
         """Make room for one key of this priority; False if no retained key has a lower one."""
-        lowest = min(self._by_priority, default=priority)
-        if lowest >= priority:
+        if (lowest := min(self._by_priority, default=priority)) >= priority:
             return False
         self._let_go(lowest)
         return True
@@ -184,8 +181,6 @@ class HintedOrder(Generic[K]):
         self._order: Any = order
         self._sessions = None if order.learns_hints else Sessions[K]()
         self._demoted: OrderedDict[K, None] = OrderedDict()  # The first to go first.
-
-    # What an order does.
 
     def insert(self, keys: Sequence[K], after: K | None = None, /) -> None:
         if after is None:
@@ -218,8 +213,6 @@ class HintedOrder(Generic[K]):
 
     def grow(self, capacity: int, /) -> None:
         self._order.grow(capacity)
-
-    # Hints.
 
     def advise(self, advice: Advice[K], now: float) -> None:
         """Apply advice to resident keys. `now` and the times of retained keys are of one clock."""
@@ -264,11 +257,8 @@ class HintedOrder(Generic[K]):
             for key in keys:
                 self._demoted.pop(key, None)
 
-    # Victims.
-
     def evict(self, count: int, keep: Callable[[K], Any], incoming: Sequence[Any] = (), /) -> list[K] | None:
-        victims = self.leave(count, keep, incoming)
-        if victims is not None:
+        if (victims := self.leave(count, keep, incoming)) is not None:
             self.gone(victims)
         return victims
 
@@ -352,8 +342,7 @@ class EvictionQueue(Generic[K]):
 
     def choose(self, count: int, keep: Callable[[K], int]) -> bool:
         """Choose further victims; return False, and change nothing, if there are fewer."""
-        chosen = self._chosen(count, keep, ())
-        if chosen is None:
+        if (chosen := self._chosen(count, keep, ())) is None:
             return False
         self._enqueue(chosen)
         return True
@@ -373,15 +362,12 @@ class EvictionQueue(Generic[K]):
 
     def come_back(self, keys: Sequence[K]) -> None:
         """Return chosen keys to the order."""
-        back = self.among(keys)
-        if back:
+        if back := self.among(keys):
             self._drop(back)
             if self._hinted is None:
                 self._order.insert(back)
             else:
                 self._hinted.come_back(back)
-
-    # The interface of every order.
 
     def insert(self, keys: Sequence[K], after: K | None = None) -> None:
         if after is None or self.among((after,)):
@@ -402,8 +388,7 @@ class EvictionQueue(Generic[K]):
         self._order.move(old, new)
 
     def remove(self, keys: Sequence[K]) -> None:
-        chosen = self.among(keys)
-        if chosen:
+        if chosen := self.among(keys):
             keys = list(filterfalse(set(chosen).__contains__, keys))
             self._drop(chosen)
             if self._hinted is not None:
@@ -413,8 +398,7 @@ class EvictionQueue(Generic[K]):
     def evict(self, count: int, keep: Callable[[K], int], incoming: Sequence[Any] = ()) -> list[K] | None:
         """Take `count` victims from the queue, then from the order; as many are chosen for it, now or by `choose`."""
         victims = self._take(count, keep)
-        others = self._others(count - len(victims), len(victims), keep, incoming)
-        if others is None:
+        if (others := self._others(count - len(victims), len(victims), keep, incoming)) is None:
             self._put_first(victims)
             return self.evict(count, keep, incoming) if self.reconsider(keep) else None
         if self._hinted is not None:

@@ -74,9 +74,8 @@ class ARC(Policy[K]):
     The return of a ghost gives its order more room. A kept key at the cold end of an order is renewed in it, because it
     is in use.
 
-    Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003. Unlike in
-    the paper, an engine makes room for a whole batch. All of a batch's ghost hits move the balance before its first
-    victim is chosen.
+    Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003. Unlike in the paper, an engine
+    makes room for a whole batch. All of a batch's ghost hits move the balance before its first victim is chosen.
     """
 
     def __init__(self, capacity: int) -> None:
