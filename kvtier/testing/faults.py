@@ -43,7 +43,6 @@ ERRORS: dict[FaultKind, type[api.ChunkError]] = {
     "corrupt": api.ChunkCorrupt,
     "no_space": api.NoSpace,
 }
-UNDEFINED = b"\xdb"  # Fills the buffer of a failed chunk.
 
 Scripted = FaultKind | Literal["none"]
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -155,8 +154,7 @@ class FaultyOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         tier = decode(TierConfig, self.inner, "inner")
         for name in sorted(option_fields(TierConfig).keys() & self.inner.keys() - {"type"}):
             raise api.ConfigError(f"inner.{name}: given, only options of {tier.type!r} accepted: move it next to inner")
-        options = tier_options(tier, "inner")
-        return api.backend_class(tier.type), options
+        return api.backend_class(tier.type), tier_options(tier, "inner")
 
     def dice(self) -> Dice:
         """Return dice with the script. Raises `ValueError` for an impossible fault."""
@@ -215,7 +213,7 @@ class FaultyBackend(api.Wrapper[FaultyOptions]):
             outcomes = iter(await self._meet(throw, lambda: self._inner.load(sound)))
             for read, kind in zip(reads, throw.of_chunks, strict=True):
                 if kind is not None:
-                    read.into[:] = UNDEFINED * len(read.into)
+                    read.into[:] = b"\xdb" * len(read.into)  # Fills the buffer of a failed chunk.
             return [_outcome(read.key, kind, outcomes) for read, kind in zip(reads, throw.of_chunks, strict=True)]
 
     async def store(self, writes: Sequence[api.Write]) -> Sequence[api.Outcome]:

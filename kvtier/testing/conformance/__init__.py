@@ -27,8 +27,7 @@ chunk of each byte.
 import pytest
 
 # Before their import, or third parties see bare AssertionErrors.
-MODULES = ("lender", "calling", "suite", "optional")
-pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in MODULES))
+pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in ("lender", "calling", "suite", "optional")))
 
 from kvtier.testing.conformance.lender import Lender as Lender
 from kvtier.testing.conformance.lender import key_of as key_of

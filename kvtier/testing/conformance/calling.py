@@ -294,8 +294,7 @@ class TheEnd(Promises):
     async def test_a_closed_tier_refuses_every_call(self, backend: Backend, lender: Lender) -> None:
         """A closed tier raises `BackendClosed`, whatever it holds. `aclose` may be called again, and concurrently."""
         await lender.keep(backend, [key_of(0)])
-        closings = await asyncio.gather(*(backend.aclose(PATIENCE_S) for _ in range(2)))
-        assert closings == [Abandoned(0)] * 2
+        assert await asyncio.gather(*(backend.aclose(PATIENCE_S) for _ in range(2))) == [Abandoned(0)] * 2
         assert await backend.aclose(0) == Abandoned(0)
         keys = [key_of(0)]
         reads, writes = lender.reads(keys), lender.writes(keys)

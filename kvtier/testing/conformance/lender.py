@@ -95,8 +95,7 @@ class Lender:
 
     def identify(self, row: memoryview) -> str:
         """Return the name of the chunk that a row holds, or the owner of each range of bytes."""
-        found = bytes(row)
-        if found in self._labels_of_chunks:
+        if (found := bytes(row)) in self._labels_of_chunks:
             return self._labels_of_chunks[found]
         whose = [self._whose(found, start) for start in range(0, len(found), PART_BYTES)]
         changes = [0, *(index for index in range(1, len(whose)) if whose[index] != whose[index - 1])]
@@ -121,8 +120,7 @@ class Lender:
 
     async def keep(self, backend: api.Backend, keys: Sequence[api.OffloadKey], version: int = 0) -> None:
         """Store these keys' chunks; fail unless all were stored."""
-        outcomes = await backend.store(self.writes(keys, version))
-        assert list(outcomes) == [None] * len(keys)
+        assert list(await backend.store(self.writes(keys, version))) == [None] * len(keys)
 
     async def recall(self, backend: api.Backend, keys: Sequence[api.OffloadKey]) -> list[str]:
         """Load these keys, and return what `told` returns."""
@@ -133,8 +131,7 @@ class Lender:
         """Return True if nothing was written outside of the rows."""
         for mapping, places in self._lent:
             ends = [0, *(place.stop for place in places)]
-            starts = [*(place.start for place in places), len(mapping)]
-            for end, start in zip(ends, starts, strict=True):
+            for end, start in zip(ends, [*(place.start for place in places), len(mapping)], strict=True):
                 if mapping[end:start] != GUARD * (start - end):
                     return False
         return True

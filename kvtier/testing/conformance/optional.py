@@ -101,8 +101,7 @@ class InventoryConformance(Promises):
         assert [type(event) for event in await _scan(_watch(backend))] == [api.ScanDone]
         await lender.keep(backend, keys)
         await backend.delete(keys[15:])
-        events = await _scan(_watch(backend))
-        assert _added(events) == set(keys[:15])
+        assert _added(await _scan(_watch(backend))) == set(keys[:15])
 
     async def test_reports_come_in_batches(self, backend: api.Backend, lender: Lender) -> None:
         """No event has more than `INVENTORY_BATCH_KEYS` keys: one of them is a millisecond of an engine's step."""
@@ -436,13 +435,11 @@ def description(backend: api.Backend) -> dict[str, str]:
 
 Wrap = Callable[[api.Backend], api.Backend]
 
-each_protocol = pytest.mark.parametrize("protocol", api.OPTIONAL, ids=lambda protocol: protocol.__name__)
-
 
 class WrapperConformance(Promises):
     """Needs the fixture `wrap`: a function that puts the wrapper around an open tier."""
 
-    @each_protocol
+    @pytest.mark.parametrize("protocol", api.OPTIONAL, ids=lambda protocol: protocol.__name__)
     async def test_a_wrapper_offers_exactly_what_it_wraps(self, wrap: Wrap, protocol: type[Any]) -> None:
         """An engine sees only the wrapper's protocols. It claims none that its inner tier lacks."""
         wrapper = wrap(inner_tier(protocol))

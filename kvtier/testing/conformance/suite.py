@@ -28,7 +28,6 @@ UNFIT_KEYS: dict[str, OffloadKey] = {
     "longer than 16 bits can say": make_offload_key(b"\x33" * 70_000),
 }
 CONTENTS = (b"\0", b"\xff", b"KV cache. ", bytes(range(256)))
-LARGE_BATCH_CHUNKS = 300  # More than lanes, slots or queues usually hold.
 
 
 class WhatGoesInComesOut(Promises):
@@ -118,7 +117,7 @@ class Batches(Promises):
 
     async def test_a_large_batch_moves_as_a_small_one_does(self, backend: Backend, lender: Lender) -> None:
         """The size of a batch is the caller's choice."""
-        keys = keys_of(LARGE_BATCH_CHUNKS)
+        keys = keys_of(300)  # More than lanes, slots or queues usually hold.
         await lender.keep(backend, keys)
         assert await lender.recall(backend, keys) == [label(key) for key in keys]
         assert list(await backend.probe(keys)) == [True] * len(keys)
