@@ -32,8 +32,6 @@ from kvtier.backend.seal import (
 _process = [object()]
 os.register_at_fork(after_in_child=lambda: _process.__setitem__(0, object()))
 
-CIPHERS_MAX = 1_024  # Derived keys that are cached, at some hundred bytes each.
-
 
 class AESSeal(Seal):
     """Ciphertext with its tag right behind it."""
@@ -46,7 +44,7 @@ class AESSeal(Seal):
         self._secrets = {_key_id(secret): secret for secret in secrets}
         self._key_id = _key_id(secrets[0])
         self._writer = _SealingKey()
-        self._cipher = lru_cache(CIPHERS_MAX)(self._make_cipher)
+        self._cipher = lru_cache(1_024)(self._make_cipher)  # Derived keys that are cached, at some hundred bytes each.
 
     def close(self, key: OffloadKey, row: memoryview, beside: memoryview) -> list[memoryview]:
         seal = beside[row.nbytes : row.nbytes + SEAL_BYTES]
@@ -77,8 +75,7 @@ class AESSeal(Seal):
         return None
 
     def _make_cipher(self, key_id: bytes, salt: bytes) -> AESGCM:
-        derived = HKDF(SHA256(), SECRET_BYTES, salt, b"kvtier seal: key").derive(self._secrets[key_id])
-        return AESGCM(derived)
+        return AESGCM(HKDF(SHA256(), SECRET_BYTES, salt, b"kvtier seal: key").derive(self._secrets[key_id]))
 
 
 class _SealingKey:

@@ -28,15 +28,11 @@ from kvtier.backend.seal import SEAL_BYTES, Seal, SealFault
 from kvtier.backend.seal_options import SealOptions
 
 MAGIC = b"\x89kvc"
-GAIN = 16  # A row that does not shrink by a sixteenth is not worth decoding.
 WIDTHS = {"bf16": 2, "fp8": 1}
-THREADS_MAX = 64
 TURN_S = 0.05  # Longest wait of a row for its turn to be encoded: ten others of 2 MiB.
 RUN_ROWS = 32  # Stored the same way by `auto`, so that most calls load rows of one kind and can be compared.
 TRIAL_RUNS = 128  # One of them is stored the other way, so that the comparison goes on. Few: it may load slowly.
 LEARNING_RUNS = 4  # One of them is stored the other way, until both ways are known.
-KNOWN_LOADS = 8  # Calls after which a way is known.
-MEAN_LOADS = 32  # Calls that count in a mean.
 
 _HEADER = struct.Struct("<4sB3xQ16s")
 
@@ -48,7 +44,7 @@ class CodecOptions(SealOptions, frozen=True, kw_only=True):
     """How rows are made smaller, without a loss: `"bf16"` for numbers of two bytes, `"fp8"` for those of one.
     `"auto"`: by the namespace's `dtype`, and only while such rows load faster. Rows of every codec are read."""
 
-    codec_threads: Annotated[int, Meta(ge=1, le=THREADS_MAX)] = 2
+    codec_threads: Annotated[int, Meta(ge=1, le=64)] = 2
     """Rows that are encoded at once. Further ones are stored unchanged after 50 ms."""
 
     def make_coded(self, seal: Seal, mapper: FileMapper, counts: Totals) -> "CodedSeal":
@@ -78,13 +74,13 @@ class Pace:
         for kind in set(coded):
             share = coded.count(kind) / len(coded)
             self._loads[kind] += share
-            weight = share / min(self._loads[kind], MEAN_LOADS)
+            weight = share / min(self._loads[kind], 32)  # Calls that count in a mean.
             self._means[kind] += (math.log(max(seconds, 1e-9) / len(coded)) - self._means[kind]) * weight
 
     def choose(self) -> bool:
         """Return True if the next row is to be coded: those load faster, or it is not known yet."""
         run, self._stores = self._stores // RUN_ROWS, self._stores + 1
-        known = min(self._loads.values()) >= KNOWN_LOADS
+        known = min(self._loads.values()) >= 8  # Calls after which a way is known.
         coded = not known or self._means[True] <= self._means[False]
         runs = TRIAL_RUNS if known else LEARNING_RUNS
         return coded != (run % runs == runs - 1)
@@ -119,8 +115,7 @@ class CodedSeal:
 
     def code_until(self) -> float | None:
         """Return the time until which the next row waits to be coded; None if it is not to be coded."""
-        coded = self.codes and (not self._auto or self.pace.choose())
-        return time.monotonic() + TURN_S if coded else None
+        return time.monotonic() + TURN_S if self.codes and (not self._auto or self.pace.choose()) else None
 
     def close(self, key: OffloadKey, row: memoryview, beside: memoryview, code_until: float | None) -> list[memoryview]:
         """Seal a row, coded if that helps and its turn comes in time; return the bytes to send, the seal at the end."""
@@ -183,7 +178,7 @@ def encode(row: memoryview, width: int, room: memoryview) -> memoryview | None:
     frame = _zstandard.compress(np.ascontiguousarray(numbers[:, -1]).data)
     frame_at = _HEADER.size + (width - 1) * len(numbers)
     end = frame_at + len(frame)
-    if end > row.nbytes - row.nbytes // GAIN:
+    if end > row.nbytes - row.nbytes // 16:  # A row that does not shrink by a sixteenth is not worth decoding.
         return None
     _HEADER.pack_into(room, 0, MAGIC, width, row.nbytes, xxh3_128_digest(row))
     np.frombuffer(room[_HEADER.size : frame_at], np.uint8).reshape(len(numbers), width - 1)[:] = numbers[:, :-1]
@@ -207,6 +202,5 @@ def decode(coded: memoryview, row: memoryview) -> SealFault | None:
         numbers[:, -1] = np.frombuffer(_zstandard.decompress(frame, allow_extra_data=False), np.uint8)
     except ZstdError:
         return SealFault.PAYLOAD
-    low = np.frombuffer(coded[_HEADER.size : frame_at], np.uint8)
-    numbers[:, :-1] = low.reshape(len(numbers), width - 1)
+    numbers[:, :-1] = np.frombuffer(coded[_HEADER.size : frame_at], np.uint8).reshape(len(numbers), width - 1)
     return None if proof == xxh3_128_digest(row) else SealFault.PAYLOAD

@@ -2,8 +2,7 @@
 
 A tier sees rows of the primary, lent for the length of one call, and answers for each chunk by itself. Everything is
 abstract: a wrapper that forgets to pass on a default is a silent bug. Optional abilities are small protocols.
-`kvtier.testing.conformance` proves this page. A tier's class is imported at its first use: its requirements may not be
-installed.
+`kvtier.testing.conformance` proves this page. A tier's class, with its requirements, is imported at its first use.
 """
 
 import inspect

@@ -20,8 +20,7 @@ class Keys(Protocol):
 class InventoryQueue:
     """The queue of one consumer at a time. Belongs to the loop's thread.
 
-    A tier with `Inventory` reports here each change that no `store` or `delete` call explains, and returns the queue's
-    `watch`.
+    A tier with `Inventory` reports each change that no `store` or `delete` call explains here, and returns its `watch`.
     """
 
     def __init__(self, held: Keys) -> None:

@@ -1,12 +1,11 @@
 """Lent buffers: threads that return them, calls that hold them, chunks that fit a tier, and staging.
 
-A cancelled `asyncio.to_thread` returns while its thread still writes. Rows are reused, so the thread would overwrite
-another request's KV. So `in_thread` returns when the thread does. The threads are daemons, because
-`ThreadPoolExecutor` joins its threads at interpreter exit, where one hung mount would hang the exit.
+A cancelled `asyncio.to_thread` returns while its thread still writes, perhaps into another request's KV by then. So
+`in_thread` returns when the thread does. The threads are daemons, because `ThreadPoolExecutor` joins its own at
+interpreter exit, where one hung mount would hang the exit.
 
-Some clients write into a buffer minutes after they have reported the transfer as failed. In a row they would overwrite
-another request's KV. So they are lent a slot of staging, whose bytes are checked and copied. A slot whose transfer
-failed is retired. Its address range stays mapped, so late bytes hit nothing else.
+Some clients write into a buffer minutes after they have reported the transfer as failed. So they are lent a slot of
+staging, whose bytes are checked and copied. A slot whose transfer failed is retired, and stays mapped for late bytes.
 """
 
 import asyncio

@@ -1,17 +1,15 @@
 """Keys, and the names of chunks that follow from them and from the facts that give bytes their meaning.
 
-A key is a chunk's hash followed by its KV-cache group, as raw bytes: it is hashed millions of times a second, is never
-traversed by the garbage collector, and travels packed between processes. The format is vLLM's own (`make_offload_key`
-in `vllm/v1/kv_offload/base.py`).
+A key is a chunk's hash followed by its KV-cache group, as raw bytes: it is hashed millions of times a second, and the
+garbage collector skips it. The format is vLLM's (`make_offload_key` in `vllm/v1/kv_offload/base.py`).
 
 Two models that share a tier never meet, because the facts are part of every name. Names are those of vLLM's own file
-tier, to the byte (0.32: `vllm/v1/kv_offload/file_mapper.py` and `tiering/fs/manager.py`). So each can read the other's
-chunks. Facts that vLLM leaves out of its names, such as the layout of a row, go into the fingerprint. A tier stores it
-with each chunk, and compares it at every load.
+tier, to the byte (0.32: `vllm/v1/kv_offload/file_mapper.py` and `tiering/fs/manager.py`), so each can read the other's
+chunks. Facts that vLLM leaves out of its names, such as the layout of a row, go into the fingerprint, which a tier
+stores with each chunk and compares at every load.
 
-There are two ways to name files. `vllm` makes almost one directory a file. `flat` makes at most 256 directories: enough
-for threads not to wait for each other, and few enough for fast scans and metadata writes. Each naming has its own
-folder, as have segments, where chunks have no names.
+There are two ways to name files. `vllm` makes almost one directory a file. `flat` makes at most 256: enough for threads
+not to wait for each other, and few enough for fast scans. Each naming has its own folder, as have segments.
 """
 
 import hashlib
@@ -152,7 +150,6 @@ NAMINGS: dict[NamingKind, Naming] = {
 Attention = Literal["full_attention", "sliding_window", "chunked_local", "mla", "mamba", "other"]
 
 DIGEST_CHARACTERS = 12
-FINGERPRINT_VERSION = 1  # Increment it when a field below changes its meaning: old chunks become misses.
 NAME_BYTES_MAX = 255  # A folder's name on every Linux file system.
 
 HEADS_OUTERMOST = "BHLNC"  # vLLM's layout with a block's heads outside of its layers.
@@ -358,15 +355,14 @@ def _fields(namespace: Namespace, *, parallel_agnostic: bool) -> dict[str, Any]:
 
 def _facts(namespace: Namespace, fields: dict[str, Any], rank: int) -> dict[str, Any]:
     """Return the facts of the fingerprint: the names' fields, and all else known of the bytes."""
-    # Canonical pages are the same under either model runner; workers' own bytes are not (vllm-project/vllm#49440).
-    runner = namespace.v2_model_runner if namespace.canonical_format is None else None
     return {
-        "version": FINGERPRINT_VERSION,
+        "version": 1,  # Increment it when a field below changes its meaning: old chunks become misses.
         "fields": fields,
         "rank": rank,
         "layout": namespace.layout,
         "row_bytes": namespace.row_bytes,
-        "v2_model_runner": runner,
+        # Canonical pages are the same under either model runner; workers' own bytes are not (vllm-project/vllm#49440).
+        "v2_model_runner": namespace.v2_model_runner if namespace.canonical_format is None else None,
     }
 
 

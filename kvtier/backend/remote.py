@@ -21,7 +21,6 @@ from kvtier.backend.lending import Calls, Fit, load_each_once, store_each_once
 from kvtier.backend.namespace import FileMapper, OffloadKey
 from kvtier.backend.seal_options import SealOptions
 
-FINGERPRINT_CHARACTERS = 8
 PREFIX_BYTES_MAX = 128
 PORT_MAX = (1 << 16) - 1
 
@@ -34,7 +33,7 @@ RemoteOptionsT = TypeVar("RemoteOptionsT", bound=SealOptions)
 
 def name_prefix(prefix: str, mapper: FileMapper) -> str:
     """Return the beginning of every name in a namespace. Rows of another layout get other names."""
-    return f"{prefix}{mapper.fingerprint.hex()[:FINGERPRINT_CHARACTERS]}/"
+    return f"{prefix}{mapper.fingerprint.hex()[:8]}/"
 
 
 def caused(error: ErrorT, number: int) -> ErrorT:

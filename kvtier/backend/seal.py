@@ -1,13 +1,12 @@
 """The seal: 128 bytes behind a row that left the host, so that nothing else can be taken for the chunk.
 
-There are two kinds. `xxh3` finds chunks that were damaged, mixed up or written by another program; a writer can still
-forge it. `aes-256-gcm` also keeps the row secret, and cannot be forged without the key. It needs the extra
-`kvtier[seal]`.
+`xxh3` finds chunks that were damaged, mixed up or written by another program; a writer can still forge it.
+`aes-256-gcm` also keeps the row secret, and cannot be forged without the key. It needs the extra `kvtier[seal]`.
 
 Little-endian: proof 16, magic 8, version u16, kind u8, zero u8, row length u64, namespace fingerprint 32, XXH3-128 of
-the key 16, key id 8, salt 16, nonce 12, XXH3-64 of all bytes before it 8. The proof is the row's XXH3-128, or the
-GCM tag, right behind the ciphertext so that both are one buffer. Magic, version and the last sum keep their places
-in every version. Checksums have seed 0 (https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md).
+the key 16, key id 8, salt 16, nonce 12, XXH3-64 of all bytes before it 8. The proof is the row's XXH3-128, or the GCM
+tag, right behind the ciphertext so that both are one buffer. Magic, version and the last sum keep their places in every
+version. Checksums have seed 0 (https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md).
 """
 
 import struct
@@ -160,5 +159,4 @@ def of_another_version(seal: bytes) -> bool:
     if len(seal) < SEAL_BYTES or seal[PROOF_BYTES : PROOF_BYTES + len(MAGIC)] != MAGIC:
         return False
     (version,) = _VERSION.unpack_from(seal, PROOF_BYTES + len(MAGIC))
-    whole = _SUM.pack(xxh3_64_intdigest(seal[:-SUM_BYTES])) == seal[-SUM_BYTES:]
-    return whole and version != VERSION
+    return _SUM.pack(xxh3_64_intdigest(seal[:-SUM_BYTES])) == seal[-SUM_BYTES:] and version != VERSION
