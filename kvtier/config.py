@@ -49,8 +49,6 @@ TOKENS_PER_S_MAX = 1e9  # Ten thousand times one GPU: a mistyped unit.
 PLACES = ("dp_rank", "engine_id")  # Names allowed as `{name}` in a tier's paths, inside vLLM.
 LATE_MARGIN_MAX = 100.0  # Times what computing takes: beyond it waiting has no bound worth the name.
 
-_PLACE = re.compile(r"\{[A-Za-z_]\w*\}")
-
 ChunksInFlight = Annotated[int, msgspec.Meta(ge=1, le=CHUNKS_IN_FLIGHT_MAX)]
 ActionChunks = Annotated[int, msgspec.Meta(ge=1, le=ACTION_CHUNKS_MAX)]
 TokensPerSecond = Annotated[float, msgspec.Meta(gt=0, le=TOKENS_PER_S_MAX)]
@@ -221,15 +219,13 @@ def tier_options(tier: TierConfig, where: str) -> msgspec.Struct:
         raise ConfigError(f"{where}.type: {error}") from error
     common = option_fields(TierConfig).keys()
     for name in _paths(options).intersection(tier.options):
-        if (place := _PLACE.search(str(tier.options[name]))) is not None:
+        if (place := re.search(r"\{[A-Za-z_]\w*\}", str(tier.options[name]))) is not None:
             accepted = " and ".join(f"{{{each}}}" for each in PLACES)
-            secret = is_secret(struct_fields(options)[name].type)
-            given = "a place" if secret else repr(place[0])
+            given = "a place" if is_secret(struct_fields(options)[name].type) else repr(place[0])
             raise ConfigError(f"{where}.{name}: {given} given in a path, {accepted} accepted, inside vLLM alone")
     if taken := sorted(common & struct_fields(options).keys()):
         raise ConfigError(f"{where}.type: {tier.type!r} has options named like fields of every tier: {taken}")
-    top = where.rpartition("secondary_tiers")[0].rstrip(".")
-    places = partial(struct_paths, EngineConfig, top)
+    places = partial(struct_paths, EngineConfig, where.rpartition("secondary_tiers")[0].rstrip("."))
     return decode(options, tier.options, where, siblings=common, places=places)
 
 
@@ -276,8 +272,7 @@ def _settled(tier: TierConfig, index: int, runner: str | None, top: str) -> Tier
         )
     fields = struct_fields(type(options))
     own = {name: getattr(options, fields[name].name) for name in _paths(type(options)).intersection(tier.options)}
-    locality = tier.locality or backend_class(tier.type).locality
-    return replace(tier, options=tier.options | own, locality=locality)
+    return replace(tier, options=tier.options | own, locality=tier.locality or backend_class(tier.type).locality)
 
 
 def _check(config: EngineConfig, where: str = "") -> None:

@@ -10,9 +10,7 @@ from errno import errorcode
 from functools import cached_property
 from typing import ClassVar
 
-CAUSES_MAX = 16  # Chained errors; a ring of them has no end.
 MESSAGE_HEAD_MAX, MESSAGE_TAIL_MAX = 1_200, 600  # Characters: the path stands in front, the remedy at the end.
-LINES_EVERY_S = 60.0  # Between two lines of one kind: more would fill the log.
 
 
 class Remedy(Enum):
@@ -23,7 +21,6 @@ class Remedy(Enum):
     OPENING = "tier-cannot-be-opened"
     REWRITTEN = "namespace-configuration-rewritten"
     BUFFERED = "no-direct-io"
-
     # A tier costs hits.
     BREAKER = "breaker-open"
     LOSSES = "chunks-dropped-or-failed"
@@ -35,7 +32,6 @@ class Remedy(Enum):
     NO_SPACE = "no-space"
     UNWRITTEN = "chunks-not-written-at-the-end"
     UNLISTED = "list-incomplete"
-
     # A tier's directory.
     ROOT_IN_USE = "root-used-by-another-tier"
     UNREADABLE = "folder-or-segment-unreadable"
@@ -45,16 +41,13 @@ class Remedy(Enum):
     CHECKPOINT = "checkpoint-not-written-or-read"
     WRITE_BUDGET = "write-budget-not-put-back"
     SHARED_PAGE = "shared-page-away"
-
     # Runners, and the code of tiers.
     RUNNER = "runner-lost"
     CONTRACT = "tier-breaks-its-contract"
     CLOSING = "tier-does-not-close"
-
     # A GPU.
     UNPINNED = "memory-not-pinned"
     UNBATCHED = "no-batched-copies"
-
     # The program that calls.
     CLOSED = "engine-closed"
     LOOP = "another-event-loop"
@@ -63,10 +56,8 @@ class Remedy(Enum):
     DROPPED = "engine-not-closed"
     OBSERVER = "observer-raised"
     HINT = "hint-ignored"
-
     # Traces.
     TRACE = "trace-refused-or-doubted"
-
     ELSE = "anything-else"
 
     def __str__(self) -> str:
@@ -185,7 +176,7 @@ def escaped(text: str) -> str:
 def cause_of(error: BaseException) -> str:
     """Return a foreign error's cause in one word, an errno's name or a class; empty for kvtier's own errors."""
     word, link = "", error
-    for _ in range(CAUSES_MAX):
+    for _ in range(16):  # Chained errors; a ring of them has no end.
         if isinstance(link, OSError) and (name := errorcode.get(link.errno or 0)):
             return name
         if not isinstance(link, KVTierError):
@@ -210,5 +201,5 @@ class LineLimit:
         now = self._clock()
         if kind in self._again_at and now < self._again_at[kind]:
             return False
-        self._again_at[kind] = now + LINES_EVERY_S
+        self._again_at[kind] = now + 60.0  # Between two lines of one kind: more would fill the log.
         return True

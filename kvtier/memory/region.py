@@ -271,11 +271,9 @@ def prefault(mapping: mmap.mmap, fd: int | None, first: int = 0) -> None:
 
 def _populate(mapping: mmap.mmap, start: int, length: int) -> bool:
     """Allocate pages as this kernel does best; False if it is too old for that."""
-    address = ctypes.addressof(ctypes.c_char.from_buffer(mapping, start))
-    if not _libc.madvise(address, length, _MADV_POPULATE_WRITE):
+    if not _libc.madvise(ctypes.addressof(ctypes.c_char.from_buffer(mapping, start)), length, _MADV_POPULATE_WRITE):
         return True
-    code = ctypes.get_errno()
-    if code == errno.EINVAL:
+    if (code := ctypes.get_errno()) == errno.EINVAL:
         return False
     code = errno.ENOSPC if code == errno.EFAULT else code  # Instead of SIGBUS: the file system is full.
     raise OSError(code, os.strerror(code))

@@ -69,9 +69,8 @@ class SharedFile:
     def meet(cls, meeting: Meeting, timeout_s: float) -> Self:
         """Make the file, or open another participant's; the caller maps it and calls `arrive`.
 
-        If this participant was there before, waits up to `timeout_s` for the processes of that start to end. Raises
-        `ConfigError`, and leaves nothing, if they do not end, if participants disagree on the sizes, if there is too
-        little memory, or if the path cannot be used.
+        Waits up to `timeout_s` for processes of an earlier start of this participant. `ConfigError`, leaving nothing,
+        if they do not end, participants disagree on sizes, there is too little memory, or the path cannot be used.
         """
         try:
             for _ in range(1 + math.ceil(timeout_s / _POLL_S)):
@@ -121,8 +120,7 @@ class SharedFile:
 
     def remove_if_dead(self) -> bool:
         """Remove the name if no other process holds the file; return True if so."""
-        dead = self._lock(0, PAGE_BYTES)
-        if dead:
+        if dead := self._lock(0, PAGE_BYTES):
             self._remove_name()
         return dead
 

@@ -206,8 +206,7 @@ def _group_limits(mount: str, path: str, names: tuple[str, str, str]) -> Iterato
         group = os.path.join(mount, *parts[:depth])
         # A container may see its own group as the root, under a path that does not exist here.
         with suppress(OSError):
-            limit = _read_file(group, limit_name).strip()
-            if limit == "max":
+            if (limit := _read_file(group, limit_name).strip()) == "max":
                 continue
             statistics = dict(line.split() for line in _read_file(group, "memory.stat").splitlines())
             # The kernel reclaims page cache before it refuses memory. Shared mappings are not in these counts.

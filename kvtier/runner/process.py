@@ -31,7 +31,6 @@ from kvtier.runner import messages
 from kvtier.runner.bridge import Bridge, opening_s
 
 RECEIVE_BYTES = 1 << 20
-PID_BYTES = 20  # The digits of any process id.
 BEATS_MISSED = 3  # More of them in a row are a hung loop.
 RESTART_S = (0.0, 0.1, 0.5, 1.0, 5.0)  # Before each further start in a row that did not get as far as open tiers.
 
@@ -80,7 +79,7 @@ def _detached(starter: subprocess.Popen[bytes], owner_socket: socket.socket, tim
     """
     owner_socket.settimeout(timeout_s)
     try:
-        pid, fds, _, _ = socket.recv_fds(owner_socket, PID_BYTES, 1)
+        pid, fds, _, _ = socket.recv_fds(owner_socket, 20, 1)  # Any process id has fewer digits.
     finally:
         owner_socket.settimeout(None)
         starter.kill()
@@ -214,8 +213,7 @@ class ProcessBridge(Bridge):
                 self._child = self._ready
 
     def replace(self) -> bool:
-        child = self._child
-        if child is None:
+        if (child := self._child) is None:
             return False
         child.process.kill()  # Its socket closes, which wakes the supervisor.
         return True

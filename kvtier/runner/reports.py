@@ -146,8 +146,7 @@ class Reports:
             self._post_usage()
         elif self._usage_due is None:
             loop = asyncio.get_running_loop()
-            due_at = max(loop.time(), self._usage_at + USAGE_EVERY_S)
-            self._usage_due = loop.call_at(due_at, self._post_usage)
+            self._usage_due = loop.call_at(max(loop.time(), self._usage_at + USAGE_EVERY_S), self._post_usage)
 
     def speed(self) -> None:
         """Report the measured speed: now, or `SPEED_EVERY_S` after the last time."""

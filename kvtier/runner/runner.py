@@ -119,8 +119,7 @@ async def open_tiers(config: EngineConfig, engine: api.EngineId | None = None) -
     try:
         for index, tier in enumerate(config.secondary_tiers):
             context = api.TierContext(tier.name, mapper, config.row_bytes, config.limits.retained_share, engine)
-            opening = _open_tier(index, tier, context)
-            opened.append(await _opened_in_time(opening, tier))
+            opened.append(await _opened_in_time(_open_tier(index, tier, context), tier))
     except BaseException:
         closings = [tier.backend.aclose(config.limits.close_s) for tier in opened]
         await asyncio.shield(asyncio.gather(*closings, return_exceptions=True))
@@ -329,8 +328,7 @@ class Runner:
         try:
             task, in_time = await self._begun(tier, call, f"a deletion of {len(keys)} chunks")
             answer, cause = _result(task, self._logs[tier.name]) if in_time else (None, "")
-            code = Code.UNAVAILABLE if in_time else Code.DEADLINE
-            failed = _all(code, len(keys)) if answer is None else {}
+            failed = _all(Code.UNAVAILABLE if in_time else Code.DEADLINE, len(keys)) if answer is None else {}
             self._reports[action.tier].usage(now=self._changing[action.tier] == 1)
             self._post(Finished.of(action.id, failed, self._clock() - begun, cause=cause))
             await self._ended(tier, task, in_time=in_time)
@@ -397,8 +395,7 @@ def _result(task: "asyncio.Task[T]", log: CallLog) -> tuple[T | None, str]:
     if task.cancelled():
         log.line(logging.ERROR, "cancelled", "its call was cancelled from within", Remedy.CONTRACT)
         return None, ""
-    error = task.exception()
-    if error is None:
+    if (error := task.exception()) is None:
         return task.result(), ""
     if isinstance(error, BackendClosed):  # During the runner's own closing: queued calls are given up.
         log.line(logging.INFO, "closed", error, Remedy.CLOSED)

@@ -109,8 +109,7 @@ def decode(
     try:
         return _struct(cls, given, where, tuple(siblings))
     except _UnknownFieldError as error:
-        message = _unknown(error, list(struct_paths(cls, where) if places is None else places()))
-        raise ConfigError(message) from None
+        raise ConfigError(_unknown(error, list(struct_paths(cls, where) if places is None else places()))) from None
 
 
 def foreign(decode: Callable[[Any], T], text: str | bytes) -> T:
@@ -296,8 +295,7 @@ def _join(path: str, key: str) -> str:
 
 def _missing(cls: type[msgspec.Struct], field: FieldInfo, path: str, others: Iterable[str]) -> str:
     name = field.encode_name
-    meant = [key for key in others if _meant(cls, key) == repr(name)]
-    close = meant or difflib.get_close_matches(name, others, n=1)
+    close = [key for key in others if _meant(cls, key) == repr(name)] or difflib.get_close_matches(name, others, n=1)
     hint = f" (did you mean it by {close[0]!r}?)" if close else ""
     return f"{_join(path, name)}: missing, {_accepted(field.type)} required{hint}"
 

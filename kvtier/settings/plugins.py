@@ -35,8 +35,7 @@ def _target(kind: str, name: str, built_in: Mapping[str, str], group: str, meant
     found = {_class_of(point): point for point in entry_points(group=group, name=name)}
     if not found:
         known = known_names(built_in, group)
-        close = map(repr, difflib.get_close_matches(name.lower(), known, n=1))
-        guess = meant.get(name.lower()) or next(close, None)
+        guess = meant.get(name.lower()) or next(map(repr, difflib.get_close_matches(name.lower(), known, n=1)), None)
         hint = f"did you mean {guess}? " if guess else ""
         raise ConfigError(f'{quoted(name)} is no {kind}; {hint}Known: {", ".join(known)}, or "module:Class"')
     if len(found) > 1:

@@ -35,8 +35,7 @@ def check_secret(option: str, path: str) -> None:
 
 def secret_variable(option: str, name: str) -> bytes:
     """Return the content of an environment variable. Raises `ConfigError` if there is none of this name."""
-    value = os.environb.get(os.fsencode(name))
-    if value is None:
+    if (value := os.environb.get(os.fsencode(name))) is None:
         raise ConfigError(
             f"{option}: the environment has no variable of the given name; the name of a variable with the secret "
             "accepted, not the secret itself"

@@ -80,8 +80,7 @@ class Unit(NamedTuple):
 
     def respelled(self, text: str) -> str | None:
         """Return text with the unit that was probably meant, such as `10GB` for `10gb`; None if unknown."""
-        match = _ALMOST.fullmatch(text.strip())
-        if match is None:
+        if (match := _ALMOST.fullmatch(text.strip())) is None:
             return None
         written = match[2].lower()
         unit = self.words.get(written) or next((unit for unit in self.units if unit.lower() == written), None)
@@ -100,7 +99,6 @@ _DURATION = Unit(
     _DURATION_UNITS,
     _DURATION_WORDS,
 )
-_PATH = Unit(parse_path, "a path")
 _SECRET_PATH = Unit(parse_path, "the path of a file with it", hidden=True)
 _SECRET_NAME = Unit(str, "the name of an environment variable with it", hidden=True)
 
@@ -122,7 +120,7 @@ SlowDuration = Annotated[float, msgspec.Meta(ge=SLOW_S_MIN, le=DURATION_S_MAX, e
 Age = Annotated[float, msgspec.Meta(ge=DURATION_S_MIN, le=AGE_S_MAX, extra={_UNIT: _DURATION})]
 """An age in seconds, a millisecond to ten years; written as a `Duration`."""
 
-Path = Annotated[str, msgspec.Meta(min_length=1, extra={_UNIT: _PATH})]
+Path = Annotated[str, msgspec.Meta(min_length=1, extra={_UNIT: Unit(parse_path, "a path")})]
 """A path in the file system, made absolute once, so that it survives a change of directory."""
 
 SecretPath = Annotated[str, msgspec.Meta(min_length=1, extra={_UNIT: _SECRET_PATH})]
