@@ -1,7 +1,6 @@
 """A tier on Redis or Valkey: it chooses the server of each key, and lanes exchange requests and replies with servers.
 
-A window of requests is sent ahead of the replies. Each reply is recorded as it is read. So a lost connection costs only
-the unanswered requests, which are sent again on another connection.
+A window of requests is sent ahead. Each reply is recorded as it is read: a lost connection costs unanswered ones only.
 """
 
 import asyncio
@@ -25,14 +24,11 @@ from kvtier_backends.redis.servers import CONNECT_S, Away, Login, Server, Topolo
 ASK_LANES = 3  # For small requests, which never queue behind rows. One of them may be busy asking where servers are.
 VALUE_BYTES_MAX = 512 << 20  # The servers' default (proto-max-bulk-len).
 PART_BYTES_MIN = 4 << 20  # Least share of a call for one lane: a smaller one is done before another thread has begun.
-REDIRECTS_MAX = 3  # Of one chunk: a cluster whose slots move answers after one or two.
 ASKED_MAX = 1_024  # Small requests in flight: their replies fit a socket's buffer.
 OF_ONE_CHUNK = frozenset({"OOM", "WRONGTYPE", "ERR"})
-NOT_THE_ONE = frozenset({"READONLY", "MASTERDOWN", "CLUSTERDOWN", "MOVED", "NOAUTH"})
 
 ASKING = request(b"ASKING")
 OK = b"+OK"
-TRUTHS = {b":0": False, b":1": True}
 
 A = TypeVar("A")
 
@@ -73,8 +69,7 @@ class RedisBackend(RemoteBackend[RedisOptions]):
         self._topology = topology
         self._lanes = lanes
         window = max(1, options.window_bytes // context.row_bytes)
-        coded_seal = options.make_coded(seal, context.mapper, self._counts)
-        self._means = Means(self._counts, coded_seal, window, options.ttl_s)
+        self._means = Means(self._counts, options.make_coded(seal, context.mapper, self._counts), window, options.ttl_s)
 
     async def aclose(self, deadline_s: float) -> api.Abandoned:
         """Close, as the contract says. Calls that miss the deadline fail at once: their connections are closed."""
@@ -144,7 +139,7 @@ class RedisBackend(RemoteBackend[RedisOptions]):
                 async with asyncio.timeout(CONNECT_S):
                     await self._lanes.ask.run(topology.renew)
         await self._exchange(work, lanes, topology.places_of(work.names))
-        for _ in range(REDIRECTS_MAX):
+        for _ in range(3):  # Redirections of one chunk: a cluster whose slots move answers after one or two.
             if not work.redirects or not topology.cluster:
                 break
             redirects, work.redirects = work.redirects, {}
@@ -284,7 +279,7 @@ class Work(ABC, Generic[A]):
 
     def _record(self, link: Link, index: int, refusal: Refused) -> None:
         kind = refusal.kind
-        self.stale = self.stale or kind in NOT_THE_ONE
+        self.stale = self.stale or kind in {"READONLY", "MASTERDOWN", "CLUSTERDOWN", "MOVED", "NOAUTH"}
         if kind in ("MOVED", "ASK"):
             self.redirects[index] = target_of(refusal, link.address)
             (self.asking.add if kind == "ASK" else self.asking.discard)(index)
@@ -308,16 +303,14 @@ class LoadWork(Work[api.Outcome]):
 
     def read(self, link: Link, index: int) -> api.Outcome:
         key, row = self._reads[index]
-        head = link.head()
-        if head == b"$-1":
+        if (head := link.head()) == b"$-1":
             return api.ChunkMissing(key.hex())
         if not self._seal.fits(length := number_in(head, b"$")):
             self.answers[index] = self._faulty(index, key, api.SealFault.LENGTH)
             raise Lost(f"a value of {length:,} bytes")  # Left behind with its connection, however long it is.
         beside = beside_of(link, self._seal.opening_bytes(length))
         link.fill(self._seal.places(row, beside, length))
-        fault = self._seal.open(key, row, beside, length)
-        if fault is not None:
+        if (fault := self._seal.open(key, row, beside, length)) is not None:
             return self._faulty(index, key, fault)
         self.coded.append(length < self._seal.sealed_bytes)
         return None
@@ -394,7 +387,7 @@ class AskWork(Work[bool]):
         if self.asking:
             return super().hear_some(link, indices)
         heads = link.heads(len(indices))
-        answers = [answer for answer in map(TRUTHS.get, heads) if answer is not None]
+        answers = [answer for answer in map({b":0": False, b":1": True}.get, heads) if answer is not None]
         if len(answers) == len(heads):
             self.answers.update(zip(indices, answers, strict=False))
             return len(heads)

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 from kvtier.backend import Lanes
@@ -21,14 +22,10 @@ from kvtier.errors import one_line
 from kvtier_backends.redis.options import Address
 
 AHEAD_BYTES = 4_096  # Read beyond a row's end, and copied: its seal, and the next reply's head.
-PARTS_MAX = 512  # Buffers of one sendmsg; the system takes 1,024.
 END = b"\r\n"
 MICROSECONDS = 1_000_000
-TEXT_BYTES_MAX = 1_024  # A host's name or a node's id; a name in the DNS has 253.
-DIGITS_MAX = 18  # Below 2^60: no length is longer.
 DEPTH_MAX = 8  # Nested arrays; a table of slots has 4.
 VALUES_MAX = 1 << 20  # In one answer; a table of single slots, each on three nodes, has half of them.
-ERROR_CHARACTERS_MAX = 400  # Shown of a server's error.
 
 _TIMEVAL = struct.Struct("@ll")
 
@@ -84,15 +81,13 @@ class Link:
 
     def interrupt(self) -> None:
         """Make another thread's call fail at once. For any thread."""
-        try:  # TLS's own would leave the rest to be read undecrypted.
+        with suppress(OSError):  # Closed, or never connected. TLS's own would leave the rest to be read undecrypted.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
-        except OSError:
-            return  # Closed, or never connected.
 
     def send(self, parts: Sequence[Buffer]) -> None:
         left = [memoryview(part) for part in parts if len(part)]
         while left:
-            sent = self._sent(left[:PARTS_MAX])
+            sent = self._sent(left[:512])  # One sendmsg takes up to 1,024 buffers.
             whole = 0
             while whole < len(left) and sent >= len(left[whole]):
                 sent -= len(left[whole])
@@ -127,8 +122,7 @@ class Link:
         return lines
 
     def _read_ahead(self) -> None:
-        kept = self._end - self._start
-        if kept == AHEAD_BYTES:
+        if (kept := self._end - self._start) == AHEAD_BYTES:
             raise Lost("the server does not speak Redis's protocol: a reply's head has no end")
         self._ahead[:kept] = bytes(self._ahead[self._start : self._end])
         self._start, self._end = 0, kept
@@ -174,7 +168,7 @@ class Link:
         return None if is_null else number_in(head, b":") if kind == b":" else head[1:]
 
     def _text(self, length: int) -> bytes:
-        if length > TEXT_BYTES_MAX:
+        if length > 1_024:  # A host's name or a node's id; a name in the DNS has 253.
             raise Lost(f"the server answers {length:,} bytes where a name was asked for")
         text = bytearray(length)
         self.fill([memoryview(text)])
@@ -202,28 +196,23 @@ class Link:
 
     def _limit(self, option: int) -> None:
         """Set the deadline of the next system call. Raises `Lost` once it has passed."""
-        left = self._time_left()
+        if (left := self.ends_at - time.monotonic()) <= 0:
+            raise Lost("the server has not answered in time", late=True)
         if self._scatters:
             given = _TIMEVAL.pack(*divmod(max(1, int(left * MICROSECONDS)), MICROSECONDS))  # Zeros would mean no limit.
             self._socket.setsockopt(socket.SOL_SOCKET, option, given)
         else:
             self._socket.settimeout(left)
 
-    def _time_left(self) -> float:
-        left = self.ends_at - time.monotonic()
-        if left <= 0:
-            raise Lost("the server has not answered in time", late=True)
-        return left
-
 
 def refusal_of(line: bytes) -> Refused:
-    return Refused(one_line(line[1:].decode("utf-8", "replace")[:ERROR_CHARACTERS_MAX]))
+    return Refused(one_line(line[1:].decode("utf-8", "replace")[:400]))  # Shown of a server's error.
 
 
 def number_in(head: bytes, kind: bytes) -> int:
     """Return the number in a head of this kind. Raises `Lost` for any other head."""
     digits = head[1:]
-    if head[:1] != kind or not digits.isdigit() or len(digits) > DIGITS_MAX:
+    if head[:1] != kind or not digits.isdigit() or len(digits) > 18:  # Below 2^60: no length is longer.
         raise Lost(f"the server answers {head[:32]!r} where {kind.decode()} and a number were expected")
     return int(digits)
 
@@ -242,10 +231,8 @@ class HostNames:
 
     def look_up(self, ends_at: float) -> list[Any]:
         """Return `getaddrinfo`'s answer. Raises `OSError`. Any number of threads wait for one look-up."""
-        try:
+        with suppress(socket.gaierror):
             return self._asked(socket.AI_NUMERICHOST)  # Needs no look-up.
-        except socket.gaierror:
-            pass
         with self._lock:
             if self._found is None or self._found.done():
                 lane = Lanes(1, "kvtier-resolve")

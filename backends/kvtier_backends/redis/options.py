@@ -25,7 +25,6 @@ Lanes = Annotated[int, msgspec.Meta(ge=1, le=LANES_MAX)]
 _TOPOLOGIES: dict[str, Topology] = {"": "servers", "sentinel": "sentinel", "cluster": "cluster"}
 _URL = re.compile(r"(rediss?)(?:\+(sentinel|cluster))?://(?:([^/@]*)@)?([^/@]+)(?:/(.*))?", re.DOTALL)
 _WORD = re.compile(r"[^\s:/?#@=,;&%\0]+")  # A user or a primary. Passwords of other programs follow these characters.
-_DB = re.compile(r"[0-9]{1,9}")
 
 
 class Address(NamedTuple):
@@ -205,7 +204,7 @@ def _primary_and_db(path: str, topology: Topology) -> tuple[str, int]:
         raise ConfigError("url: no primary named, 'redis+sentinel://host:26379/primary' accepted")
     if topology == "cluster" and number:
         raise ConfigError("url: a database given, none accepted with a cluster")
-    if number and not _DB.fullmatch(number):
+    if number and not re.fullmatch(r"[0-9]{1,9}", number):
         raise ConfigError("url: no number of a database behind the servers, such as '/0'")
     return primary, int(number or 0)
 

@@ -22,7 +22,6 @@ from kvtier_backends.redis.options import Address, RedisOptions, told_address
 
 CONNECT_S = 1.0  # Limit of making a connection, and of asking a server where others are.
 RETRY_S = 1.0  # Pause before a server that is away is tried again.
-REPEATED = ", with args"  # An error repeats the request behind these words.
 NOT_LET_IN = frozenset({"NOAUTH", "WRONGPASS", "NOPERM"})
 SLOTS = 16_384  # Of every cluster (https://redis.io/docs/latest/operate/oss_and_stack/reference/cluster-spec/).
 
@@ -76,7 +75,7 @@ class Login:
 
     def hide(self, told: str) -> str:
         """Return a server's text without the password: an error may repeat what was sent, cut off or not."""
-        told = told.partition(REPEATED)[0]
+        told = told.partition(", with args")[0]  # An error repeats the request behind these words.
         return told.replace(self.password, "***") if self.password else told
 
 
@@ -138,10 +137,7 @@ class Server:
         link.close()
 
     def drop(self, link: Link, why: str = "", *, late: bool = False) -> None:
-        """Close a connection, and the idle ones: what ended it has probably ended them, too.
-
-        `late`: the server missed a deadline and is away.
-        """
+        """Close a connection, and the idle ones, which have probably ended, too. `late`: it missed a deadline."""
         with self._lock:
             self._lent.discard(link)
             idle, self._idle = self._idle, []
@@ -305,8 +301,7 @@ class Topology(ABC):
 
     def at(self, address: Address) -> Server:
         with self._lock:
-            server = self._servers.get(address)
-            if server is None:
+            if (server := self._servers.get(address)) is None:
                 server = self._servers[address] = Server(address, self.login)
                 if self._closed:
                     server.close()
@@ -328,10 +323,9 @@ class Topology(ABC):
 
 
 class ServerList(Topology):
-    """A given list of servers; rendezvous hashing selects the server of each name.
+    """A given list of servers; rendezvous hashing (https://doi.org/10.1109/90.663936) selects the server of each name.
 
-    A server that is added or removed takes or leaves its share, and no other chunk changes its place
-    (https://doi.org/10.1109/90.663936).
+    A server that is added or removed takes or leaves its share, and no other chunk changes its place.
     """
 
     def __init__(self, options: RedisOptions, login: Login) -> None:
@@ -362,10 +356,8 @@ class Sentinels(Topology):
         return self._primary
 
     def refresh(self) -> None:
-        name = self.options.target().primary.encode()
-        words = (b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", name)
-        address = self._first_answer(self._sentinels, words, _primary_told, "sentinels: ")
-        self._primary = self.at(address)
+        words = (b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", self.options.target().primary.encode())
+        self._primary = self.at(self._first_answer(self._sentinels, words, _primary_told, "sentinels: "))
         self.forget_all_but({self._primary})
         self.stale = False
 
