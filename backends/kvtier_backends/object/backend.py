@@ -38,9 +38,7 @@ logger = logging.getLogger("kvtier.object")
 OBJECT_BYTES_MAX = 5 << 30  # In one request, on every store.
 LANES = 4
 INLINE_BYTES_MAX = 4 << 20  # Sealed and checked on the loop: a millisecond. Longer rows would delay other tasks.
-LIST_TRIES = 3
 LIST_RETRY_S = 1.0
-ABSENT_MAX = 1 << 16  # Keys known to be absent; some megabytes.
 CLOSE_GRACE_S = 1.0  # For cancelled requests: obstore takes a millisecond.
 
 P = ParamSpec("P")
@@ -122,8 +120,6 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
     def watch(self) -> AsyncIterator[api.InventoryEvent]:
         return self._index.queue.watch()
 
-    # The index of known keys.
-
     async def _begin(self) -> None:
         """List the first page. Raises `ConfigError` or `BackendUnavailable`."""
         (first,) = await self._ask_turns.each([None], self._page)
@@ -161,7 +157,7 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
                     page = await anext(listing)
                 except STORE_ERRORS as error:
                     trouble, tries = trouble_of(error), tries + 1
-                    if trouble.kind is TroubleKind.LISTED or tries == LIST_TRIES:
+                    if trouble.kind is TroubleKind.LISTED or tries == 3:
                         return self._listing_failed(trouble)
                     await asyncio.sleep(LIST_RETRY_S)
                     listing = self._listing(last)
@@ -203,8 +199,6 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
     async def _head(self, key: api.OffloadKey) -> bool:
         about = await obstore.head_async(self._bucket, self._names.name(key))
         return self._fits(about["size"])
-
-    # Chunks, one request each.
 
     async def _load(self, reads: Sequence[api.Read]) -> Sequence[api.Outcome]:
         began, coded = time.monotonic(), list[bool]()
@@ -308,8 +302,6 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
     async def _remove(self, key: api.OffloadKey) -> None:
         await obstore.delete_async(self._bucket, self._names.name(key))
 
-    # Common to all calls.
-
     def _fits(self, body_bytes: int) -> bool:
         return self._seal.fits(body_bytes + api.SEAL_BYTES)
 
@@ -402,6 +394,6 @@ class BucketIndex:
         now, absent = self._clock(), self._absent
         while absent:
             key = next(iter(absent))
-            if absent[key] > now and len(absent) <= ABSENT_MAX:
+            if absent[key] > now and len(absent) <= 1 << 16:  # Keys known to be absent; some megabytes.
                 break
             del absent[key]

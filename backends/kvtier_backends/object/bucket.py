@@ -1,10 +1,8 @@
 """A bucket: obstore's store, the names in it, its requests, and the meaning of its errors.
 
-The type of obstore's errors is too coarse: a missing bucket has the type of a missing object, and an expired credential
-that of any other failure. So the server's code is read from the message.
-
-Requests are coroutines of obstore's, which has its own threads. A request that takes too long is cancelled, and obstore
-gives up the memory that it was lent. A row is free when its memoryview can be released. Every request is idempotent.
+obstore's errors have too few types: a missing bucket has that of a missing object. So the server's code is read from
+the message. Requests are coroutines on obstore's own threads. One that takes too long is cancelled, and obstore gives
+up the memory that it was lent: a row is free when its memoryview can be released. Every request is idempotent.
 obstore's own retries leave out a connection that ends before the answer. So they are off, and `Turns` retries.
 """
 
@@ -32,13 +30,9 @@ from kvtier_backends.object.options import ObjectOptions
 SEAL_NAME = "kvtier"  # Metadata with the seal: `x-amz-meta-kvtier` on S3.
 PAGE_KEYS = 1_000  # A store lists no more at once.
 CONNECT_S = 2.0  # Limit of making a connection.
-CREDENTIALS_TTL_S = 300.0
 NAME_BYTES_MAX = 1_024  # S3's; Azure's is the same, in characters.
 FOLDERS_BYTES = len("/hhh/hh_g4294967295/")
 WORDS_MAX = 300  # Characters of a server's message.
-
-RELEASE_S = 0.0005  # Interval of checks that a row is free: obstore does not report it.
-WAITS_S = (0.05, 0.2)  # Before the second and the third try. More tries only add to a store's load.
 
 A = TypeVar("A")
 C = TypeVar("C")
@@ -54,13 +48,6 @@ _DENIED = frozenset({
     "InvalidToken", "RequestTimeTooSkewed", "SignatureDoesNotMatch", "TokenRefreshRequired",
 })  # fmt: skip
 _ELSEWHERE = frozenset({"PermanentRedirect", "TemporaryRedirect", "IllegalLocationConstraintException"})
-_FROM_MACHINE = "/latest/api/token "  # The first request for credentials to a machine of Amazon's.
-_CODE = re.compile(r"<Code>(\w+)</Code>")
-_MESSAGE = re.compile(r"<Message>([^<]+)</Message>")
-_STATUS = re.compile(r"status code: (\d{3})")
-_NUMBER = re.compile(r"Os \{\s*code: (\d{1,9})\b")
-_TIMED_OUT = "TimedOut"
-_QUERY = re.compile(r"\?[^\s)]+")
 
 
 class TroubleKind(Enum):
@@ -96,11 +83,11 @@ class Trouble(NamedTuple):
 def trouble_of(error: BaseException) -> Trouble:
     """Return the meaning of an error of obstore's, without anything that was sent, such as a signature."""
     words = str(error).partition("\n\nDebug source")[0]
-    if _FROM_MACHINE in words:
+    if "/latest/api/token " in words:  # The first request for credentials to a machine of Amazon's.
         return Trouble(TroubleKind.DENIED, "no credentials: the environment has none, and the machine gives none")
-    code, status = _first(_CODE, words), _first(_STATUS, words)
-    told = " ".join(part for part in (status, code, _first(_MESSAGE, words)) if part)
-    why = told if code else _QUERY.sub("?...", " ".join(words.split()))[:WORDS_MAX]
+    code, status = _first(r"<Code>(\w+)</Code>", words), _first(r"status code: (\d{3})", words)
+    told = " ".join(part for part in (status, code, _first(r"<Message>([^<]+)</Message>", words)) if part)
+    why = told if code else re.sub(r"\?[^\s)]+", "?...", " ".join(words.split()))[:WORDS_MAX]
     kind = _kind_of(error, code, status, words)
     return Trouble(kind, why or type(error).__name__, _number_of(kind, str(error)))
 
@@ -126,18 +113,17 @@ def _kind_of(error: BaseException, code: str, status: str, words: str) -> Troubl
 def _number_of(kind: TroubleKind, words: str) -> int:
     if kind is TroubleKind.DENIED:
         return errno.EACCES
-    return errno.ETIMEDOUT if _TIMED_OUT in words else int(_first(_NUMBER, words) or 0)
+    return errno.ETIMEDOUT if "TimedOut" in words else int(_first(r"Os \{\s*code: (\d{1,9})\b", words) or 0)
 
 
-def _first(pattern: re.Pattern[str], words: str) -> str:
-    return match[1] if (match := pattern.search(words)) else ""
+def _first(pattern: str, words: str) -> str:
+    return match[1] if (match := re.search(pattern, words)) else ""
 
 
 class ObjectNames:
     """The names of chunks in a bucket: those of vLLM's own `obj` tier (vLLM 0.33, NIXL 1.5.1).
 
-    vLLM writes two slashes behind its prefix, and its client sends one; so does this. The empty hash has an empty
-    folder in its name, which no store takes: it is left out.
+    vLLM writes two slashes behind its prefix, and its client sends one; so does this. The empty hash has no folder.
     """
 
     def __init__(self, prefix: str, mapper: FileMapper) -> None:
@@ -145,8 +131,7 @@ class ObjectNames:
         self._prefix = prefix
         self._mapper = mapper
         self.folder = prefix + mapper.chunks_folder
-        left_bytes = NAME_BYTES_MAX - len(self.folder.encode()) - FOLDERS_BYTES
-        self.key_bytes_max = mapper.key_bytes_max(left_bytes)
+        self.key_bytes_max = mapper.key_bytes_max(NAME_BYTES_MAX - len(self.folder.encode()) - FOLDERS_BYTES)
 
     def name(self, key: OffloadKey) -> str:
         return (self._prefix + self._mapper.name(key)).replace("//", "/")
@@ -241,7 +226,7 @@ def _s3_credentials(path: str) -> Callable[[], dict[str, Any]]:
             "access_key_id": section["aws_access_key_id"],
             "secret_access_key": section["aws_secret_access_key"],
             "token": section.get("aws_session_token"),
-            "expires_at": datetime.now(UTC) + timedelta(seconds=CREDENTIALS_TTL_S),
+            "expires_at": datetime.now(UTC) + timedelta(seconds=300.0),
         }
 
     read()
@@ -288,7 +273,7 @@ class Turns:
 
 
 async def _answer(ask: Callable[[C], Awaitable[A]], chunk: C) -> A | Trouble:
-    waits = iter(WAITS_S)
+    waits = iter((0.05, 0.2))  # Before the second and the third try. More tries only add to a store's load.
     while True:
         try:
             return await ask(chunk)
@@ -310,6 +295,6 @@ async def released(view: memoryview) -> None:
 
 async def _released(view: memoryview) -> None:
     while True:
-        await asyncio.sleep(RELEASE_S)
+        await asyncio.sleep(0.0005)  # Interval of checks that a row is free: obstore does not report it.
         with suppress(BufferError):
             return view.release()

@@ -19,7 +19,6 @@ Scheme = Literal["s3", "gs", "az"]
 Requests = Annotated[int, msgspec.Meta(ge=1, le=REQUESTS_MAX)]
 
 _SCHEMES: dict[str, Scheme] = {"s3": "s3", "gs": "gs", "az": "az"}
-_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}")
 
 
 class Bucket(NamedTuple):
@@ -108,7 +107,7 @@ class ObjectOptions(CodecOptions, frozen=True, kw_only=True):
                 f"url: {self.url!r} given, 's3://bucket/prefix', gs:// or az:// accepted: a server's own address is "
                 "the option `endpoint`"
             )
-        if parts.query or parts.fragment or not _BUCKET.fullmatch(parts.netloc):
+        if parts.query or parts.fragment or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}", parts.netloc):
             raise ConfigError(f"url: {self.url!r} given, '{scheme}://bucket/prefix' accepted")
         return Bucket(scheme, parts.netloc, _prefix(parts.path.strip("/"), self.url))
 
