@@ -241,8 +241,7 @@ class MooncakeBackend(RemoteBackend[MooncakeOptions]):
 
     def _answered(self, queue: Queue, codes: Sequence[int], took_s: float) -> None:
         """Fail waiting calls if an answer of Mooncake's concerns all of them. For any thread."""
-        meanings = set(map(meaning_of, codes))
-        if meanings == {Meaning.AWAY}:
+        if (meanings := set(map(meaning_of, codes))) == {Meaning.AWAY}:
             self._found_away(codes[0])
         elif meanings <= {Meaning.FAILED, Meaning.AWAY} and took_s >= transfer_s_max(self._options):
             queue.found = _Lost("transfers fail by Mooncake's own time-out", errno.ETIMEDOUT)
@@ -302,8 +301,7 @@ def _in(seconds: float) -> Callable[[], float]:
 
 
 def _in_batches(call: Callable[[Sequence[str]], list[int]], names: Sequence[str]) -> list[int]:
-    starts = range(0, len(names), NAMES_A_CALL)
-    return [code for start in starts for code in call(names[start : start + NAMES_A_CALL])]
+    return [code for start in range(0, len(names), NAMES_A_CALL) for code in call(names[start : start + NAMES_A_CALL])]
 
 
 def _parts(count: int, way: Way[Any], least: int) -> list[range]:

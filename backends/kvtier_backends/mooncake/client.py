@@ -18,11 +18,8 @@ import msgspec
 from kvtier.backend import BackendUnavailable, ConfigError, PositiveDuration, PositiveSize, SealOptions
 from kvtier.backend.remote import PORT_MAX, Prefix, Text
 
-REPLICAS_MAX = 16
-CONNECT_S_MAX = 1.0
 PACKAGE = "mooncake-transfer-engine-non-cuda"
 
-Replicas = Annotated[int, msgspec.Meta(ge=1, le=REPLICAS_MAX)]
 Move = Callable[[Sequence[str], Sequence[int], int], list[int]]
 
 TORN = -707  # The read's lease expired: the value may have been overwritten meanwhile.
@@ -47,7 +44,7 @@ class MooncakeOptions(SealOptions, frozen=True, kw_only=True):
     tenant: Text = "default"
     """Name under which the master counts what is stored, if it has several tenants."""
 
-    replicas: Replicas = 1
+    replicas: Annotated[int, msgspec.Meta(ge=1, le=16)] = 1
     """Number of owners that keep each chunk."""
 
     prefix: Prefix = "kvtier/"
@@ -178,7 +175,7 @@ def environment(options: MooncakeOptions) -> dict[str, str]:
         "MC_TCP_STATUS_TIMEOUT_SEC": whole_s,
         "MC_TCP_PROGRESS_TIMEOUT_SEC": whole_s,
         "MC_RPC_TIMEOUT_MS": str(max(1, round(options.timeout_s * 1e3))),
-        "MC_RPC_CONNECT_TIMEOUT_MS": str(max(1, round(min(options.timeout_s, CONNECT_S_MAX) * 1e3))),
+        "MC_RPC_CONNECT_TIMEOUT_MS": str(max(1, round(min(options.timeout_s, 1.0) * 1e3))),
         "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # Its 20 take a minute and a half; the engine tries again anyway.
         "MC_TCP_BIND_ADDRESS": options.local_host,
     }
