@@ -1,7 +1,6 @@
 """The directory of a tier as commands see it: every namespace in it, known only by its files.
 
-An engine may be using it, and publishes chunks by renames: a fault of an open file counts, and the file is removed,
-only if it still has its name.
+An engine may be using it: a fault of an open file counts, and the file is removed, only if it still has its name.
 """
 
 import errno
@@ -54,7 +53,6 @@ from kvtier_backends.fs.segments.segment import (
 SLICE_BYTES = 1 << 20
 DEPTH_MAX = 8  # Folders within folders, as for the scan.
 CONFIG = "config.json"
-BUDGET = "write-budget"
 BUDGET_IDLE_S = 86_400.0  # After a day the budget is whole again, and removing its file allows no more writes.
 # A chunk's name by either naming, wherever it lies. vLLM's shortest hash has 8 bytes; `cafe.bin` is not ours.
 _CHUNK = re.compile(r"(?:[0-9a-f]{2}){8,}(?:_g[0-9]+)?\.bin")
@@ -197,7 +195,7 @@ class FilesDirectory:
         folder = self._folders[place.name].folder
         for entry in self._listed(folder):
             is_own = _owner(folder, entry) == place.name
-            if is_own and not (entry.startswith(BUDGET) and self._is_used(f"{folder}/{entry}")):
+            if is_own and not (entry.startswith("write-budget") and self._is_used(f"{folder}/{entry}")):
                 below.unlink(self._fd, f"{folder}/{entry}")
         others = [name for name in self._listed(".") if (found := read_folder(name)) and found.folder == folder]
         beside = set(self._listed(folder))
@@ -275,8 +273,7 @@ class FilesDirectory:
 
     def _plain(self, name: str, skip: int, naming: Naming) -> Iterator[StoredFile]:
         entry = os.path.basename(name)
-        key = naming.key(name[skip:])
-        if key is not None:
+        if (key := naming.key(name[skip:])) is not None:
             yield from self._file(Kind.CHUNK, name, key)
         elif _CHUNK.fullmatch(entry):
             yield from self._file(Kind.CHUNK, name)
@@ -301,8 +298,7 @@ class FilesDirectory:
         if kind is Kind.CHUNK and not (key is not None and stat.S_ISREG(status.st_mode)):
             fault = MISPLACED if key is None else ChunkFault.FOREIGN.value
         used_at_ns = believable_ns(status.st_mtime_ns, self._now_ns)
-        taken_bytes = self._taken_bytes(status)
-        yield StoredFile(kind, name, key, status.st_size, taken_bytes, used_at_ns, status.st_ino, fault)
+        yield StoredFile(kind, name, key, status.st_size, self._taken_bytes(status), used_at_ns, status.st_ino, fault)
 
     def _is_still(self, file: StoredFile, before: os.stat_result) -> bool:
         with suppress(FileNotFoundError, NotADirectoryError, ForeignError):
@@ -324,8 +320,7 @@ class FilesDirectory:
         """Tell vLLM's files, which end with their rows, from damaged ones by the length of the rows of others."""
         if fault is ChunkFault.VERSION:
             return Finding(State.UNVERIFIED)
-        row_bytes = self._rows_of(place)
-        if row_bytes is None:
+        if (row_bytes := self._rows_of(place)) is None:
             whole = bool(size_bytes) and size_bytes % FOOTER_BYTES == 0
             return Finding(State.UNVERIFIED) if whole else Finding(State.CORRUPT, ChunkFault.TRUNCATED)
         match judge_length(size_bytes, row_bytes):
@@ -387,8 +382,7 @@ def unreadable(name: str, error: OSError) -> StoredFile:
 class SegmentsDirectory:
     """Segments as commands see them: each slot with a footer is a chunk, named by its segment and place.
 
-    Nothing is removed in a segment that an engine writes. A slot's identity is its sequence number, which no later
-    chunk there has. Blocks; one thread at a time.
+    Nothing is removed where an engine writes. A slot's identity is its sequence number. Blocks; one thread at a time.
     """
 
     def __init__(self, root_fd: int, now_ns: int, taken_bytes: Callable[[os.stat_result], int]) -> None:
@@ -413,8 +407,7 @@ class SegmentsDirectory:
         except OSError as error:
             yield unreadable(name, error)
             return
-        header = _header(fd)
-        if header is None:
+        if (header := _header(fd)) is None:
             yield self._leftover(name, fd)
             return
         taken_bytes = self._taken_bytes(os.fstat(fd))
@@ -433,8 +426,7 @@ class SegmentsDirectory:
         name, place = _split(file.name)
         try:
             fd = self._opened(name)
-            header = _header(fd)
-            if header is None:
+            if (header := _header(fd)) is None:
                 return Finding(State.GONE)
             slot = _slot_at(fd, header, place)
             finding = _judge(memoryview(slot), header, file.identity)
@@ -459,8 +451,7 @@ class SegmentsDirectory:
 
     def _wipe(self, file: StoredFile, name: str, place: int) -> int | None:
         fd = self._opened(name, locked=True)
-        header = _header(fd)
-        if header is None:
+        if (header := _header(fd)) is None:
             return None
         at = header.footer_offset(place)
         if _identity(os.pread(fd, FOOTER_BYTES, at)) != file.identity:
@@ -505,8 +496,7 @@ class SegmentsDirectory:
     def _leftover(self, name: str, fd: int) -> StoredFile:
         """Return a segment without a first page that can be read; an empty one is only being made."""
         status = os.fstat(fd)
-        is_damaged = status.st_size and not is_later(os.pread(fd, HEADER_BYTES, 0))
-        fault = HEADER_FAULT if is_damaged else ""
+        fault = HEADER_FAULT if status.st_size and not is_later(os.pread(fd, HEADER_BYTES, 0)) else ""
         taken, used_at_ns = self._taken_bytes(status), believable_ns(status.st_mtime_ns, self._now_ns)
         return StoredFile(Kind.LEFTOVER, name, None, status.st_size, taken, used_at_ns, status.st_ino, fault)
 

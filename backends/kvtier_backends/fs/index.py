@@ -82,8 +82,6 @@ class ChunkIndex:
         """Return True if a held chunk was stored or used since the start: it is in the order."""
         return not self._idle[number] and number not in self.foreign
 
-    # Chunks come, are used, and go.
-
     def store(self, key: OffloadKey, number: int, used_at_ns: int) -> None:
         """Hold a key's new chunk, which counts as a use, in place of the one that it had."""
         old = self.of.get(key)
@@ -182,8 +180,6 @@ class ChunkIndex:
         if self.foreign:
             self.foreign.discard(number)
         return key
-
-    # Chunks that go for room, or because they were not used for long.
 
     def evict(
         self, count: int, keep: Callable[[int], bool], kept: Iterable[OffloadKey], incoming: Sequence[OffloadKey] = ()

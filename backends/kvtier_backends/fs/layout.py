@@ -131,19 +131,15 @@ class OpenTier(Generic[OptionsT, RootT]):
     counters: Counters = field(default_factory=Counters)
     clock_ns: Callable[[], int] = time.time_ns
 
-    @property
-    def chunks_most(self) -> int:
-        size_bytes = self.root.disk.size_bytes
-        return min(self.options.capacity_bytes or size_bytes, size_bytes) // self.context.row_bytes
-
     def retained_max(self, chunk_bytes: int) -> int:
         limit_bytes = self.options.capacity_bytes or self.root.disk.size_bytes
         return int(self.context.retained_share * (limit_bytes // chunk_bytes))
 
     def policy(self) -> Policy[OffloadKey] | None:
         """Return the policy that orders eviction; None: by last use, which needs no policy of its own."""
-        kind = policy_class(self.options.eviction_policy)
-        return None if kind is LRU else kind(max(1, self.chunks_most))
+        kind, size_bytes = policy_class(self.options.eviction_policy), self.root.disk.size_bytes
+        most_bytes = min(self.options.capacity_bytes or size_bytes, size_bytes)
+        return None if kind is LRU else kind(max(1, most_bytes // self.context.row_bytes))
 
     async def allowed(self, chunks: int) -> int:
         """Return how many of the chunks the day's write budget has bytes for; they count as written."""
@@ -183,8 +179,7 @@ async def open_tier(
     """Start a tier's threads, open its root and what is beside its chunks; `before`: the same tier, gone.
 
     `beside`: another namespace's tier of this process, which owns the root; capacity and write budget are both's.
-
-    Raises what `Folder.open` and `make_packing` do; whatever is raised, nothing stays open.
+    Raises what `Folder.open` and `make_packing` do, with nothing left open.
     """
     root = Folder(options, context, before.root.mount if before else None, beside.root.owner if beside else None)
     lanes = start_lanes(options, context.name)
@@ -199,8 +194,7 @@ async def open_tier(
     else:
         capacity, root.write_budget = beside.capacity, beside.root.write_budget
     capacity.count(root.beside, root.remains)
-    counters = Counters() if before is None else before.counters
-    return OpenTier(options, context, root, lanes, packing, capacity, counters)
+    return OpenTier(options, context, root, lanes, packing, capacity, Counters() if before is None else before.counters)
 
 
 def _open(root: Folder, options: FsOptions, context: TierContext, lanes: FsLanes) -> Packing:

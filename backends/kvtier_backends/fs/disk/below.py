@@ -1,7 +1,6 @@
 """Files and folders below the root: the tier's own, no link that leads elsewhere, no pipe without a writer.
 
-The root may be a link, which is followed once. Only this module passes a name below it to the system, with a folder's
-descriptor, and no part of the name is followed if it is a link.
+Only this module passes a name below the root to the system: with a folder's descriptor, and following no link in it.
 """
 
 import ctypes

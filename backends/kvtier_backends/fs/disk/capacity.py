@@ -34,8 +34,7 @@ class Disk:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         found = os.fstatvfs(fd)
-        whole = PAGE_BYTES <= found.f_frsize <= FRAGMENT_BYTES_MOST
-        self.block_bytes = found.f_frsize if whole else PAGE_BYTES
+        self.block_bytes = found.f_frsize if PAGE_BYTES <= found.f_frsize <= FRAGMENT_BYTES_MOST else PAGE_BYTES
         """The unit by which a file grows: as reported, until it has been tried."""
         self.counts_blocks = True
         """Whether it says at once what a file takes: not where blocks are found late (ZFS) or are not told at all."""
@@ -110,8 +109,7 @@ class FolderSizes:
                 raise
             except BaseException:
                 with self._lock:
-                    known = not self._shared and self._known.get(name, False)
-                    counts = known or self._doubtful.get(name, False)
+                    counts = (not self._shared and self._known.get(name, False)) or self._doubtful.get(name, False)
                     self.used_bytes -= self.new_bytes * counts
                     self._doubtful[name] = True
                     self._know(name, there=True)
@@ -310,6 +308,5 @@ class Capacity:
             taken = used_bytes + reserved_bytes
             surplus = taken - low if taken > high else 0
         if self._min_free_bytes:
-            lacking = self._min_free_bytes + reserved_bytes - self._disk.free_bytes - self.leaving_bytes
-            surplus = max(surplus, lacking)
+            surplus = max(surplus, self._min_free_bytes + reserved_bytes - self._disk.free_bytes - self.leaving_bytes)
         return surplus

@@ -70,8 +70,7 @@ LEFT_ALONE = {
 
 def failure(key: OffloadKey, error: OSError) -> ChunkError:
     """Return a chunk's outcome, with its cause: both without a traceback, which would keep frames, and lent buffers."""
-    kind = NoSpace if error.errno in FULL else TransferFailed
-    outcome = kind(f"{key.hex()}: {error.strerror or error}")
+    outcome = (NoSpace if error.errno in FULL else TransferFailed)(f"{key.hex()}: {error.strerror or error}")
     outcome.__cause__ = frameless(error)
     return outcome
 

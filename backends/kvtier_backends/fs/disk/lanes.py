@@ -1,7 +1,6 @@
 """A tier's lanes: threads that read, threads that write, their shares of a batch, and their order.
 
-While there are loads, stores go on in one lane only, a slice at a time. The device has one queue, and the interpreter
-one lock: this lane costs a load little, and keeps stores from starving.
+While there are loads, stores go on in one lane, a slice at a time: that costs a load little, and starves no store.
 """
 
 import mmap

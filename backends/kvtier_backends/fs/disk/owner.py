@@ -4,9 +4,8 @@ The lock is on the directory's own file, so another path or mount of the directo
 when the process dies. A process in uninterruptible I/O keeps it: the same engine's next runner puts a new file in the
 place of the locked one, and so never waits for its predecessor.
 
-The lock is exclusive for one owner, and shared for `shared = true`. So a root is never both. The file's content names
-the holder that wrote it last, for messages alone. The file stays open for reading only: a file that is open to write
-would keep a disk from being remounted read-only.
+The lock is exclusive for one owner, and shared for `shared = true`. So a root is never both. The file names its last
+writer, for messages alone. It stays open for reading only: a file open to write would block a remount read-only.
 """
 
 import errno
@@ -33,9 +32,7 @@ OWNER = "kvtier-owner.json"
 PATIENCE_S = 10.0  # A former owner writes its checkpoint before it lets go: as long as `limits.close_s`.
 LOOK_EVERY_S = 0.05
 CONTENT_BYTES_MAX = 4_096
-COMMAND_LETTERS_MAX = 120
 
-_NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 _WAYS_OUT = (
     "give each engine its own root, inside vLLM by {dp_rank} or {engine_id} in the path, or set "
     'layout = "files" and shared = true in all of them'
@@ -126,8 +123,7 @@ class RootOwner:
     def _try(self) -> bool:
         writable = open_file(self._root_fd, OWNER, os.O_RDWR | os.O_CREAT)
         try:
-            locked = self._lock(writable)
-            if locked is None:
+            if (locked := self._lock(writable)) is None:
                 return False
             self._fd, self._made = locked, not os.fstat(writable).st_size
             self._write(writable)
@@ -157,7 +153,7 @@ class RootOwner:
         except BlockingIOError:
             return False
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
+            if error.errno not in {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}:
                 raise
             if self._holder.shared:
                 raise ConfigError(
@@ -182,8 +178,7 @@ class RootOwner:
     def _replace(self, predecessor: Holder) -> bool:
         """Put a file of ours in the place of our predecessor's locked one; False if that has changed meanwhile.
 
-        Raises `ConfigError` if another tier has its file by now: that one is the owner, and finds its file removed when
-        it next looks.
+        Raises `ConfigError` if another tier has its file by now: that one is the owner, and will find its file removed.
         """
         name = temporary_name(Writer.this_process())
         try:
@@ -274,4 +269,4 @@ def _command(pid: int) -> str:
             words = file.read(CONTENT_BYTES_MAX).split(b"\0")
     except OSError:
         return ""
-    return b" ".join(words).decode(errors="replace").strip()[:COMMAND_LETTERS_MAX]
+    return b" ".join(words).decode(errors="replace").strip()[:120]

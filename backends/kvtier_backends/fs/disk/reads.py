@@ -11,6 +11,7 @@ import struct
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -145,8 +146,7 @@ def read_all(fd: int, buffers: Sequence[memoryview], offset: int, done: int = 0)
     """Fill the buffers from `offset`, of which `done` bytes are read; a shorter file is an error."""
     total = sum(map(len, buffers))
     while done < total:
-        read = os.preadv(fd, part_of(buffers, done, total) if done else buffers, offset + done)
-        if read == 0:
+        if (read := os.preadv(fd, part_of(buffers, done, total) if done else buffers, offset + done)) == 0:
             raise OSError(errno.EIO, f"{done} of {total} bytes and then the file's end")
         done += read
 
@@ -154,8 +154,7 @@ def read_all(fd: int, buffers: Sequence[memoryview], offset: int, done: int = 0)
 def write_all(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
     total, done = sum(map(len, buffers)), 0
     while done < total:
-        wrote = os.pwritev(fd, part_of(buffers, done, total) if done else buffers, offset + done)
-        if wrote == 0:
+        if (wrote := os.pwritev(fd, part_of(buffers, done, total) if done else buffers, offset + done)) == 0:
             raise OSError(errno.EIO, f"wrote {done} of {total} bytes and then none")
         done += wrote
 
@@ -171,8 +170,7 @@ class Reads:
         """Do the reads, asked for as there is room, and report each, in any order. Blocks; none outlasts the call."""
         reads = iter(wanted)
         first = list(islice(reads, LEAST if self.queue_bytes else 0))
-        worth_it = len(first) == LEAST and first[0].size_bytes < self.queue_bytes
-        context = _borrow() if worth_it else None
+        context = _borrow() if len(first) == LEAST and first[0].size_bytes < self.queue_bytes else None
         if context is None:
             for read in chain(first, reads):
                 read.done(_read(read))
@@ -221,8 +219,7 @@ class _Queue:
                 read.done(_read(read))
 
     def _room(self) -> int:
-        count = len(self._under_way)
-        if count < LEAST:
+        if (count := len(self._under_way)) < LEAST:
             return LEAST - count
         return min(START, len(self._free)) if self._bytes < self._queue_bytes else 0
 
@@ -250,10 +247,8 @@ def _read(read: Wanted) -> int | OSError:
 
 
 def _borrow() -> Context | None:
-    try:
+    with suppress(IndexError):
         return _idle.pop()
-    except IndexError:
-        pass
     try:
         return Context(PLACES)
     except OSError:

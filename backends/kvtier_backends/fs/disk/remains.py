@@ -35,10 +35,7 @@ _getdents = getattr(ctypes.CDLL(None, use_errno=True), "getdents64", None)
 
 
 def is_absent(root_fd: int, name: str) -> bool:
-    """Return whether a listing proves that a name is not there; raises OSError if there is no listing.
-
-    Its folder may be made between two calls: so it is tried again, before it raises the OSError of `listed`.
-    """
+    """Return True if a listing proves that a name is not there; tried again before it raises `listed`'s OSError."""
     folder, _, last = name.rpartition("/")
     for _ in range(CALLS_MAX):
         try:

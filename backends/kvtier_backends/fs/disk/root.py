@@ -193,8 +193,7 @@ class Folder:
                 return False
             fd = os.open(self._options.root, os.O_RDONLY | os.O_DIRECTORY)
             try:
-                elsewhere = not os.path.samestat(self._status, os.fstat(fd))
-                return elsewhere and mount_of(fd).number not in self.mount.below
+                return not os.path.samestat(self._status, os.fstat(fd)) and mount_of(fd).number not in self.mount.below
             finally:
                 os.close(fd)
         return False
@@ -236,8 +235,7 @@ class Folder:
         return 0 if status is None or stat.S_ISDIR(status.st_mode) else self.disk.taken_bytes(status)
 
     def _measured(self, folder: str, is_ours: Callable[[str], object]) -> int:
-        fd = called(lambda: open_folder(self.root_fd, folder), self.root_fd, folder)
-        if fd is None:
+        if (fd := called(lambda: open_folder(self.root_fd, folder), self.root_fd, folder)) is None:
             return 0
         try:
             total = os.fstat(fd).st_blocks * SECTOR_BYTES
@@ -311,8 +309,7 @@ class Folder:
     def _refuse_links(self) -> None:
         for name in filter(_OWN.fullmatch, os.listdir(self._used_fd)):  # 4,096 at most, or all segments.
             with suppress(FileNotFoundError):
-                status = below.look(self._used_fd, name)
-                if stat.S_ISLNK(status.st_mode):
+                if stat.S_ISLNK(below.look(self._used_fd, name).st_mode):
                     kind = stat.S_IFREG if name.endswith(".seg") else stat.S_IFDIR
                     below.refuse_others(self.root_fd, f"{self.chunks}/{name}", kind)
 
@@ -387,8 +384,7 @@ class Folder:
     def _settle_config(self, undo: ExitStack) -> None:
         """Leave the names' meaning beside the chunks, as vLLM does, or see that what is there says the same."""
         name, ours = self._mapper.config_name, self._mapper.config_bytes
-        there = self.read(name, CONFIG_BYTES_MAX)
-        if there is None:
+        if (there := self.read(name, CONFIG_BYTES_MAX)) is None:
             self.publish(name, [ours])
             undo.callback(_quietly, below.unlink, self.root_fd, name)
             return
@@ -421,8 +417,7 @@ def _come_back(fd: int) -> bool:
     written, read = (memoryview(mmap.mmap(-1, 2 * PAGE_BYTES)) for _ in range(2))
     written[:] = bytes(range(256)) * (len(written) // 256)
     halves = slice(None, PAGE_BYTES), slice(PAGE_BYTES, None)
-    sent = os.pwritev(fd, [written[half] for half in halves], 0)
-    if sent < len(written):
+    if (sent := os.pwritev(fd, [written[half] for half in halves], 0)) < len(written):
         os.pwrite(fd, written[sent:], sent)  # The error that stopped it is raised now.
     received = os.preadv(fd, [read[half] for half in halves], 0)
     return sent == received == len(written) and read == written

@@ -2,19 +2,17 @@
 
 There is no server. A byte-range lock guards the page for the microseconds of one change. A process holds the lock of
 its slot for as long as it lives. The kernel, or the file server, lets go of both when the process dies. Room that a
-dead process had promised counts as written, since it may be. A later count of the directory corrects that. So doubtful
-room counts as used, and the limit holds.
+dead process had promised counts as written until the next count of the directory. So the limit holds.
 
 A file server that was away for longer than its leases has let go of the locks. A process that comes back takes a new
-slot, as if it had died, and keeps its promises. On a network no process is woken when a lock is free. It asks for the
-lock again and again.
+slot, as if it had died, and keeps its promises. On a network no process is woken when a lock is free: each polls.
 
 A page that is damaged, or older than one that was seen before, is begun again. Then nothing is known until the
 directory has been counted. No room is promised until every live process has repeated its promises.
 
 The page: magic 8, version u32, flags u32, boot 8, used u64, added u64, removed u64, 64 slots of 8, when it was begun
-u64, its generation u64, a bit for each slot that is still to say what was promised u64, zeros, XXH3-64 of all before
-it; little-endian.
+u64, its generation u64, a bit for each slot whose promises are still to be repeated u64, zeros, XXH3-64 of all before.
+Little-endian.
 """
 
 import errno
@@ -41,14 +39,12 @@ SLOTS = 64  # Processes on one directory. Each costs eight bytes, and a microsec
 MAGIC = b"\x89kvledg\n"
 VERSION = 1
 KNOWN = 1  # Flag: the directory has been counted.
-ALL_SLOTS = (1 << SLOTS) - 1
 # Between two attempts at a lock that another process has: for microseconds, or over a network for milliseconds.
 PAUSE_S_LEAST, PAUSE_S_MOST = 50e-6, 0.01  # A kernel that waits for a file server would sleep for 1 s.
 
 _HEAD = struct.Struct("<8sII8sQQQ")
 _SLOTS = struct.Struct(f"<{SLOTS}Q")
 _LIFE = struct.Struct("<QQQ")
-_LIFE_AT = _HEAD.size + _SLOTS.size
 _FLOCK = struct.Struct("hhqqi0q")  # struct flock of fcntl(2).
 
 # Locked bytes lie behind the page, where no data is.
@@ -124,8 +120,7 @@ class SharedPage:
             if not self._is_sure(page):
                 return None
             self.promised_to_others = sum(page.reserved_bytes) > page.reserved_bytes[self._slot]
-            free_bytes = limit_bytes - page.used_bytes - sum(page.reserved_bytes)
-            granted_bytes = max(0, min(wanted_bytes, free_bytes))
+            granted_bytes = max(0, min(wanted_bytes, limit_bytes - page.used_bytes - sum(page.reserved_bytes)))
             page.reserved_bytes[self._slot] += granted_bytes
             return granted_bytes
 
@@ -250,7 +245,7 @@ class SharedPage:
     def _current(self, page: Page | None) -> Page:
         """Return the page, or a new one if there is none, or if it is older than one that was seen."""
         if page is None or (page.begun_ns and (page.begun_ns, page.generation) < self._seen):
-            page = Page(begun_ns=max(time.time_ns(), self._seen[0] + 1), untold=ALL_SLOTS)
+            page = Page(begun_ns=max(time.time_ns(), self._seen[0] + 1), untold=(1 << SLOTS) - 1)
         if self._slot >= 0:
             page.reserved_bytes[self._slot] = self._promised_bytes
             page.untold &= ~(1 << self._slot)
@@ -276,8 +271,7 @@ class SharedPage:
 
     def _reap(self, page: Page) -> None:
         for slot, reserved_bytes in enumerate(page.reserved_bytes):
-            matters = reserved_bytes or page.untold >> slot & 1
-            if matters and slot != self._slot and not self._is_alive(slot):
+            if (reserved_bytes or page.untold >> slot & 1) and slot != self._slot and not self._is_alive(slot):
                 _count(page, reserved_bytes)
                 page.reserved_bytes[slot] = 0
                 page.untold &= ~(1 << slot)
@@ -312,12 +306,11 @@ def read_page(content: bytes) -> Page | None:
         return None
     _, _, flags, boot, used, added, removed = _HEAD.unpack_from(content)
     reserved_bytes = list(_SLOTS.unpack_from(content, _HEAD.size))
-    begun_ns, generation, untold = _LIFE.unpack_from(content, _LIFE_AT)
+    begun_ns, generation, untold = _LIFE.unpack_from(content, _HEAD.size + _SLOTS.size)
     return Page(begun_ns, generation, untold, bool(flags & KNOWN), boot, used, added, removed, reserved_bytes)
 
 
 def _written(page: Page) -> bytes:
     flags = KNOWN if page.known else 0
     head = _HEAD.pack(MAGIC, VERSION, flags, page.boot, page.used_bytes, page.added_bytes, page.removed_bytes)
-    life = _LIFE.pack(page.begun_ns, page.generation, page.untold)
-    return signed(head + _SLOTS.pack(*page.reserved_bytes) + life)
+    return signed(head + _SLOTS.pack(*page.reserved_bytes) + _LIFE.pack(page.begun_ns, page.generation, page.untold))

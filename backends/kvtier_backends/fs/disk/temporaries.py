@@ -1,7 +1,6 @@
-"""Temporaries: files that are not finished. Each has a name of its own, which says who writes it.
+"""Temporaries: files that are not finished. Two writers with one temporary name would publish a mixture.
 
-Two writers with one temporary name would publish a mixture. A name says which process on which boot of which machine is
-writing. So files of killed writers differ from files of live ones, and are swept.
+A name says which process on which boot of which machine is writing, so files of killed writers are known, and swept.
 """
 
 import hashlib

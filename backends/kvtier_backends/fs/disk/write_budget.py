@@ -54,11 +54,9 @@ class DiskWriteBudget:
 
     async def take(self, chunks: int, chunk_bytes: int) -> int:
         """Return how many of the chunks there are bytes for; they count as written."""
-        wanted_bytes = chunks * chunk_bytes
-        if wanted_bytes > self._advance_left:
+        if (wanted_bytes := chunks * chunk_bytes) > self._advance_left:
             async with self._drawing:
-                short_bytes = wanted_bytes - self._advance_left
-                if short_bytes > 0:
+                if (short_bytes := wanted_bytes - self._advance_left) > 0:
                     await in_thread(self._lanes, self._draw, max(short_bytes, self._advance_bytes))
         allowed = min(wanted_bytes, self._advance_left) // chunk_bytes
         self._advance_left -= allowed * chunk_bytes

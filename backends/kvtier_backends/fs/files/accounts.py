@@ -97,8 +97,6 @@ class Accounts:
         with self._telling:
             self._untold_bytes += added_bytes
 
-    # Evictions.
-
     def chosen(self, victims: Sequence[FileEntry]) -> None:
         """Record chosen victims; want another scan if unknown chunks of others may be older."""
         if self._page is not None and any(victim.used_at_ns >= self._scanned_at_ns for victim in victims):
@@ -142,8 +140,6 @@ class Accounts:
         limit_bytes = self._capacity.limit_bytes
         return known_bytes if self._page is None or limit_bytes is None else min(known_bytes, limit_bytes)
 
-    # Scans.
-
     async def scan_began(self) -> None:
         self._scan_began_s = time.monotonic()
         self._scanning_since_ns = self._tier.clock_ns()  # Chunks that are stored from now on may be missed.
@@ -182,8 +178,6 @@ class Accounts:
         await until(self._scan_wanted.wait(), AGAIN_S_MOST)
         self._scan_wanted.clear()
         return True
-
-    # The page.
 
     def _promise(self, page: SharedPage, reservation: Reservation, wanted_bytes: int, limit_bytes: int) -> bool:
         """Put a promise into the reservation, also for a cancelled call; False: used bytes are unknown. Blocks."""

@@ -22,9 +22,6 @@ from kvtier_backends.fs.disk.temporaries import temporary_name
 
 logger = logging.getLogger(__name__)
 
-CREATE_ATTEMPTS = 8  # Someone may remove a folder between its making and its use, but not for ever.
-VANISHING = "folders vanish as fast as they are made"
-
 
 def take_aside(root_fd: int, name: str, file: os.stat_result, aside: str) -> bool:
     """Rename this file; False if the name is another file's by now, which keeps it."""
@@ -243,7 +240,7 @@ class ChunkFiles:
             raise
 
     def _create(self, parent: str) -> Temporary:
-        for _ in range(CREATE_ATTEMPTS):
+        for _ in range(8):  # Someone may remove a folder between its making and its use, but not for ever.
             try:
                 return self._create_in(parent)
             except FileExistsError:
@@ -251,7 +248,7 @@ class ChunkFiles:
             except FileNotFoundError:
                 if not os.fstat(self._root).st_nlink:
                     raise  # The root itself is gone. Otherwise the folder was found empty and removed.
-        raise OSError(errno.EAGAIN, VANISHING)
+        raise OSError(errno.EAGAIN, "folders vanish as fast as they are made")
 
     def _create_in(self, parent: str) -> Temporary:
         folder, name = self._reach(parent), temporary_name(self._folder.writer)

@@ -161,8 +161,7 @@ class Eviction:
     def _choose_expired(self) -> None:
         if (ttl_s := self._tier.options.ttl_s) is None:
             return
-        before_ns = self._tier.clock_ns() - int(ttl_s * 1e9)
-        expired = self._index.unused_since(before_ns)
+        expired = self._index.unused_since(self._tier.clock_ns() - int(ttl_s * 1e9))
         self._tier.counters.count("expired", len(expired))
         self._begin(expired)
         self._chosen += expired
@@ -181,8 +180,7 @@ class Eviction:
         while got_bytes < wanted_bytes and (most is None or len(victims) < most):
             count = -(-(wanted_bytes - got_bytes) // typical_bytes)
             count = count if most is None else min(count, most - len(victims))
-            found = index.victims(count, incoming)
-            if not found:
+            if not (found := index.victims(count, incoming)):
                 break
             incoming = ()  # A policy adapts to what comes once.
             victims += found

@@ -116,8 +116,6 @@ class FileIndex:
         finally:
             self._calls = [call for call in self._calls if call is not unchanged]
 
-    # Stores, uses and removals.
-
     def stored(self, chunk: FileEntry) -> None:
         """Record a chunk that a store of ours has put in place: for the order, a use."""
         key = chunk.key
@@ -171,8 +169,6 @@ class FileIndex:
             self.inventory.lost(key)
         self.removed(key)
 
-    # The scan, and other files that are there.
-
     def found(self, chunk: FileEntry) -> None:
         """Record a chunk that is there although no store call has said so, and report it."""
         if chunk.key not in self._of:
@@ -212,8 +208,6 @@ class FileIndex:
         elif chunk.key not in self._of and chunk.key not in self._unloadable:
             self._hold_idle(chunk)
 
-    # Files that go.
-
     def victims(self, count: int, incoming: Sequence[OffloadKey] = ()) -> list[FileEntry]:
         """Choose up to `count` files that no call uses, forget them, and report them as removed."""
         in_use = self.claims.in_use
@@ -244,8 +238,6 @@ class FileIndex:
         self._sectors[number] = 0
         self._free.append(number)
         return FileEntry(key, taken_bytes, self._minutes[number] * MINUTE_NS, loadable)
-
-    # Numbers.
 
     def _number(self, key: OffloadKey) -> int | None:
         number = self._of.get(key)

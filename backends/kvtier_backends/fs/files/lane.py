@@ -1,7 +1,6 @@
-"""A lane's share of a batch of files: each chunk verified and answered for by itself.
+"""A lane's share of a batch of files: each chunk verified and answered for by itself, and recorded in the share.
 
-A call to a lane costs as much as reading a small chunk, so a share has many chunks. Results are written down in the
-share, chunk by chunk: the call that lent the buffers may be cancelled, and its return value lost.
+A share has many chunks, as a call costs as much as reading one. A cancelled call's return value would be lost.
 """
 
 import errno
@@ -105,8 +104,7 @@ class FileChunks:
         fd = share.opened.pop(index)
         try:
             if not isinstance(result, OSError):
-                outcome = self._judge(share, fd, read, beside, result)
-                if outcome is not None:
+                if (outcome := self._judge(share, fd, read, beside, result)) is not None:
                     share.found[index] = outcome
                 elif share.measure:
                     share.sizes[index] = self._files.allocated_bytes(fd)
@@ -153,8 +151,7 @@ class FileChunks:
                     self._files.tidy(victim.key)
                     gone[victim.key] = 0  # Whoever removed it has had the room.
                 elif found is not None and self._is_used(found, victim, now_ns):
-                    used_at_ns = believable_ns(found.used_at_ns, now_ns)
-                    used.append(FileEntry(victim.key, found.allocated_bytes, used_at_ns))
+                    used.append(FileEntry(victim.key, found.allocated_bytes, believable_ns(found.used_at_ns, now_ns)))
                 else:
                     there_bytes = victim.allocated_bytes if found is None else found.allocated_bytes
                     gone[victim.key] = there_bytes if self._files.remove(victim.key) else 0

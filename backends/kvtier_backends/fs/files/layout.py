@@ -157,8 +157,7 @@ class FilesLayout:
     async def _try_again(self, writes: Sequence[Write], failed: Sequence[int], outcomes: list[Outcome]) -> None:
         self._tier.counters.count("disk_full", len(failed))
         again = [writes[index] for index in failed]
-        wanted_bytes = len(again) * self._worst_bytes
-        if not await self._eviction.make_room_on_disk(wanted_bytes, [write.key for write in again]):
+        if not await self._eviction.make_room_on_disk(len(again) * self._worst_bytes, [write.key for write in again]):
             return
         second, _ = await self._write(again)
         for index, outcome in zip(failed, second, strict=True):
@@ -211,8 +210,7 @@ class FilesLayout:
         self._eviction.stamp_last()
         self._start.done.set()  # For stores that still wait: lanes are closed then.
         lanes = self._lanes.scan, self._lanes.evict
-        others = await asyncio.gather(*(each.aclose(left_s(ends_at)) for each in lanes))
-        return Left(loads + stores, sum(others))
+        return Left(loads + stores, sum(await asyncio.gather(*(each.aclose(left_s(ends_at)) for each in lanes))))
 
     def close_files(self) -> None:
         """None is open between two calls."""
