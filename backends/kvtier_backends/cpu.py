@@ -73,8 +73,7 @@ class CpuMemory(AbstractContextManager["CpuMemory", None]):
         slice_rows = max(1, slice_bytes // row_bytes)  # Whole rows: a copy must not reach over two registrations.
         for first in range(0, count, slice_rows):
             part = self.rows[first : first + slice_rows]
-            code = int(runtime.cudaHostRegister(part.data_ptr(), part.numel(), _REGISTER_PORTABLE))
-            if code:
+            if code := int(runtime.cudaHostRegister(part.data_ptr(), part.numel(), _REGISTER_PORTABLE)):
                 _forget_last_error()
                 logger.warning(
                     "Host memory stays unpinned, its copies slow: cudaHostRegister failed with %d at row %d of %d; "
@@ -90,8 +89,7 @@ class CpuMemory(AbstractContextManager["CpuMemory", None]):
 
     def _unpin(self, runtime: HostRegister) -> None:
         while self._pinned:
-            code = int(runtime.cudaHostUnregister(self._pinned.pop()))
-            if code:
+            if code := int(runtime.cudaHostUnregister(self._pinned.pop())):
                 _forget_last_error()
                 logger.warning("cudaHostUnregister failed with error %d; see %s", code, Remedy.UNPINNED)
 

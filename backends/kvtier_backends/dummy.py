@@ -95,8 +95,7 @@ class Store:
         """Replace the chunk of a key; return False, and change nothing, if there is no room without those to keep."""
         if key not in self.chunks:
             if self.chunks_max is not None and len(self.chunks) >= self.chunks_max:
-                victims = self._order.evict(1, keep.__contains__)
-                if victims is None:
+                if (victims := self._order.evict(1, keep.__contains__)) is None:
                     return False
                 for victim in victims:
                     del self.chunks[victim]
@@ -177,8 +176,7 @@ class DummyBackend(api.Backend[DummyOptions]):
         return [self._load(*read) for read in reads]
 
     def _load(self, key: api.OffloadKey, into: memoryview) -> api.Outcome:
-        chunk = self._store.chunks.get(key)
-        if chunk is None:
+        if (chunk := self._store.chunks.get(key)) is None:
             return api.ChunkMissing(f"{key.hex()}: not in tier {self._context.name}")
         into[:] = chunk
         return None
@@ -227,8 +225,7 @@ class DummyBackend(api.Backend[DummyOptions]):
 
     async def _load_time(self, sizes_bytes: Iterable[int]) -> None:
         now = asyncio.get_running_loop().time()
-        left_s = self._device.load(now, sizes_bytes) - now
-        if left_s > 0:
+        if (left_s := self._device.load(now, sizes_bytes) - now) > 0:
             await asyncio.sleep(left_s)
 
     async def _store_time(self, sizes_bytes: Iterable[int]) -> None:
