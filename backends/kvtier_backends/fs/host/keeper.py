@@ -169,7 +169,7 @@ class Session:
     def _done(self, call_id: int, task: asyncio.Task[None]) -> None:
         self._tasks.pop(call_id, None)
         if not task.cancelled() and (error := task.exception()) is not None:  # Not a peer of ours, or a bug.
-            logger.error("%s: its session ends", self.figures["engine"], exc_info=error)
+            logger.error("%s: its session ends", self.engine, exc_info=error)
             self.link.close()
             self._lost()
 
