@@ -21,7 +21,8 @@ from kvtier_backends.fs.lives import Layout, Life, Lives
 from kvtier_backends.fs.options import FsOptions, MemoryOptions, common_options
 from kvtier_backends.fs.segments import wire
 from kvtier_backends.fs.segments.kept import KeptCatalog
-from kvtier_backends.fs.segments.layout import SegmentsLayout
+from kvtier_backends.fs.segments.layout import SegmentsLayout, disk_catalog, pool_catalog
+from kvtier_backends.fs.segments.room import Space
 from kvtier_backends.fs.segments.segment import HEADER_BYTES, SEGMENT_BYTES_MOST
 
 ItemT = TypeVar("ItemT", api.Read, api.Write)
@@ -125,7 +126,7 @@ class FsBackend(LivingBackend[FsOptions]):
         mapper = api.FileMapper(context.mapper.namespace, options.naming or "vllm")
         context = context._replace(mapper=mapper)
         if (place := cls.keeper(options)) is not None:
-            return cls(await _shared_life(place, options, context), options)
+            return cls(await _shared_life(place, options, context, Counters()), options)
         tier = await open_tier(options, context)
         try:
             if options.io == "auto" and not tier.root.direct:
@@ -146,11 +147,18 @@ class MemoryBackend(LivingBackend[MemoryOptions]):
     async def open(cls, options: MemoryOptions, context: api.TierContext) -> Self:
         _require_room_for_a_chunk(options, context.row_bytes)
         place = cls.keeper(options)
-        return cls(await _shared_life(place, options, context) if place else _memory_life(options, context), options)
+        return cls(
+            await _shared_life(place, options, context, Counters()) if place else _memory_life(options, context),
+            options,
+        )
 
 
 def _fs_life(tier: FsTier) -> Life:
-    layout: Layout = FilesLayout(tier) if tier.options.layout == "files" else SegmentsLayout.on_disk(tier)
+    layout: Layout = (
+        FilesLayout(tier)
+        if tier.options.layout == "files"
+        else SegmentsLayout(tier, *disk_catalog(tier, Space(tier.capacity)))
+    )
 
     async def again() -> Life:
         return _fs_life(await open_tier(tier.options, tier.context, tier))
@@ -180,14 +188,14 @@ def _memory_life(options: MemoryOptions, context: api.TierContext) -> Life:
     async def again() -> Life:
         return _memory_life(options, context)
 
-    layout = SegmentsLayout.in_memory(tier)
+    layout = SegmentsLayout(tier, *pool_catalog(tier, Space(capacity)))
     return Life(
         context.name, "memory", context.row_bytes, layout, tier.counters, tier.lanes, root.close, is_gone, again
     )
 
 
 async def _shared_life(
-    place: Place, options: FsOptions | MemoryOptions, context: api.TierContext, counters: Counters | None = None
+    place: Place, options: FsOptions | MemoryOptions, context: api.TierContext, counters: Counters
 ) -> Life:
     """Join the engines that share a root or a pool. `ConfigError` or `BackendUnavailable` leave nothing."""
     on_disk = isinstance(options, FsOptions)
@@ -203,7 +211,7 @@ async def _shared_life(
             wire.PROTOCOL, "fs" if on_disk else "memory", common_options(options), mapper.namespace, row_bytes,
             context.retained_share, f"{context.name} of process {pid}",
         )  # fmt: skip
-        catalog = KeptCatalog(await lanes.scan.run(place.meet), hello, options.capacity_bytes)
+        catalog = KeptCatalog(await lanes.scan.run(place.meet), hello, options.capacity_bytes, counters)
         await catalog.opened()
     except BaseException:
         lanes.let_go()
@@ -211,13 +219,13 @@ async def _shared_life(
     reads = Reads(QUEUE_BYTES) if catalog.queue and has_queue() else ONE_BY_ONE
     root = PoolRoot(str(place), options.capacity_bytes or 0, reads)
     capacity = Capacity(root.disk, limit_bytes=None, min_free_bytes=0)
-    tier = OpenTier(options, context, root, lanes, packing, capacity, counters or Counters())
+    tier = OpenTier(options, context, root, lanes, packing, capacity, counters)
 
     async def is_gone(_: bool) -> bool:
         return catalog.is_lost
 
     async def again() -> Life:
-        return await _shared_life(place, options, context, tier.counters)
+        return await _shared_life(place, options, context, counters)
 
     layout = SegmentsLayout(tier, catalog, catalog.close)
     return Life(context.name, str(place), row_bytes, layout, tier.counters, lanes, root.close, is_gone, again)

@@ -34,9 +34,7 @@ from kvtier_backends.fs.layout import Background, FsTier, OpenTier, PoolRoot, Sl
 from kvtier_backends.fs.options import FsOptions, MemoryOptions
 from kvtier_backends.fs.segments import wire
 from kvtier_backends.fs.segments.catalog import Doubt, Lease, LocalCatalog, Reservation
-from kvtier_backends.fs.segments.folder import SegmentFolder
 from kvtier_backends.fs.segments.layout import disk_catalog, pool_catalog
-from kvtier_backends.fs.segments.pool import PoolFolder
 from kvtier_backends.fs.segments.room import Space
 from kvtier_backends.fs.segments.segment import Segment
 
@@ -52,8 +50,8 @@ LOOK_S = 10.0  # Between two looks whether engines still meet this keeper.
 class KeptNamespace:
     """The catalog of one namespace and row length, and the sessions that use it."""
 
-    def __init__(self, tier: SlotTier, catalog: LocalCatalog, folder: SegmentFolder | PoolFolder) -> None:
-        self.tier, self.catalog, self._folder = tier, catalog, folder
+    def __init__(self, tier: SlotTier, catalog: LocalCatalog, close_files: Callable[[], None]) -> None:
+        self.tier, self.catalog, self._close_files = tier, catalog, close_files
         self.sessions: dict[Session, None] = {}
         self.storing: dict[OffloadKey, Session] = {}  # The session that is storing a key: no other stores it meanwhile.
         self._stored_by = array("I")  # By slot: the session that stored its chunk, 0 for an earlier one.
@@ -100,7 +98,7 @@ class KeptNamespace:
         self.catalog.stop()
         self._background.cancel()
         if not sum(await self.tier.end_transfers(ends_at)) + await self.catalog.aclose(ends_at):
-            self._folder.close_all()
+            self._close_files()
             self.tier.root.close()
 
 

@@ -26,9 +26,6 @@ from kvtier_backends.fs.segments import wire
 NAME = "kvtier-keeper"
 LINGER_S = 300.0  # A keeper goes on for so long after its last engine.
 START_S = 10.0
-AGAIN_S = 0.1
-REPORT_S = 2.0
-BACKLOG = 256
 
 # Forked twice, it is no child of an engine's: an engine may kill all of its own when it ends, as vLLM does.
 _APART = "import os; os.fork() and os._exit(0); os.setsid(); "
@@ -65,7 +62,7 @@ class Place(NamedTuple):
                     with listener:
                         self.run(listener, LINGER_S)
                 elif time.monotonic() < ends_at:
-                    time.sleep(AGAIN_S)
+                    time.sleep(0.1)
                 else:
                     raise BackendUnavailable(f"{self}: the keeper does not start within {START_S:g} s")
         except subprocess.SubprocessError as error:
@@ -89,7 +86,7 @@ class Place(NamedTuple):
         """Return the metrics of the keeper that is here; without one that answers, none."""
         content = msgspec.msgpack.encode(wire.Call(1, "report", pack_keys(())))
         with suppress(OSError, msgspec.MsgspecError), self.connect() as connected, connected.makefile("rb") as answer:
-            connected.settimeout(REPORT_S)
+            connected.settimeout(2.0)
             connected.sendall(len(content).to_bytes(wire.LENGTH_BYTES, "little") + content)
             connected.shutdown(socket.SHUT_WR)
             return msgspec.msgpack.decode(answer.read()[wire.LENGTH_BYTES :], type=wire.Answer).samples
@@ -97,7 +94,8 @@ class Place(NamedTuple):
 
     def claim(self) -> socket.socket | None:
         """Return a socket that listens here; None if a keeper's does, or another process is about to start one."""
-        self._make_directory()
+        with suppress(FileExistsError):
+            os.mkdir(self.directory, stat.S_IRWXU)
         if (lock := self._locked()) is None:
             return None
         try:
@@ -118,7 +116,7 @@ class Place(NamedTuple):
         try:
             self._at(listener.bind, f"{self.name}.sock")
             os.chmod(f"{self}.sock", 0o600 | os.stat(self.directory).st_mode & stat.S_IRWXG & 0o060)
-            listener.listen(BACKLOG)
+            listener.listen(256)
         except BaseException:
             listener.close()
             raise
@@ -171,7 +169,3 @@ class Place(NamedTuple):
             os.close(fd)
             return None
         return fd
-
-    def _make_directory(self) -> None:
-        with suppress(FileExistsError):
-            os.mkdir(self.directory, stat.S_IRWXU)

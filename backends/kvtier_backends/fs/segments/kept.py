@@ -12,7 +12,7 @@ from typing import Any
 from kvtier.backend import Advice, InventoryQueue, Occupancy, OffloadKey, pack_keys, unpack_keys
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
-from kvtier_backends.fs.layout import Work, until
+from kvtier_backends.fs.layout import Counters, Work, until
 from kvtier_backends.fs.segments import wire
 from kvtier_backends.fs.segments.catalog import SCAN_PATIENCE_S, Doubt, Judged, Lease, Refusal, Reservation, Verdict
 from kvtier_backends.fs.segments.segment import Header, Segment, Segments
@@ -30,15 +30,16 @@ class KeptCatalog:
 
     retentions_cut = 0  # The keeper's.
 
-    def __init__(self, connected: socket.socket, hello: wire.Hello, capacity_bytes: int | None) -> None:
+    def __init__(
+        self, connected: socket.socket, hello: wire.Hello, capacity_bytes: int | None, counters: Counters
+    ) -> None:
         self.segments = Segments()
         self.inventory = InventoryQueue(held := set[OffloadKey]())
         self.queue = False  # See `wire.Welcome`.
-        self.others = 0  # Chunks loaded that other engines have stored.
         self._held = held
         self._scanned = asyncio.Event()
         self._hello = hello
-        self._capacity_bytes = capacity_bytes
+        self._capacity_bytes, self._counters = capacity_bytes, counters
         self.is_lost = False
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._heard = 0  # Messages.
@@ -99,7 +100,8 @@ class KeptCatalog:
 
     def release(self, lease: Lease, loaded: Sequence[bool]) -> None:
         own = self._own.pop(lease.id)
-        self.others += sum(is_loaded and not is_own for is_loaded, is_own in zip(loaded, own, strict=True))
+        others = sum(is_loaded and not is_own for is_loaded, is_own in zip(loaded, own, strict=True))
+        self._counters.count("from_others", others)
         self._link.send(wire.End(lease.id, bytes(loaded)))
 
     async def reserve(self, keys: Sequence[OffloadKey]) -> Reservation:

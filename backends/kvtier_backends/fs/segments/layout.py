@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Self
 
 from kvtier_backends.fs.layout import Background, FsTier, Left, SlotTier
 from kvtier_backends.fs.segments.catalog import LocalCatalog, PoolStart
@@ -31,16 +30,6 @@ class SegmentsLayout:
         self.probe, self.delete = catalog.probe, catalog.delete
         self.advise, self.occupancy = catalog.advise, catalog.occupancy
 
-    @classmethod
-    def on_disk(cls, tier: FsTier) -> Self:
-        catalog, folder = disk_catalog(tier, Space(tier.capacity))
-        return cls(tier, catalog, folder.close_all)
-
-    @classmethod
-    def in_memory(cls, tier: SlotTier) -> Self:
-        catalog, folder = pool_catalog(tier, Space(tier.capacity))
-        return cls(tier, catalog, folder.close_all)
-
     def begin(self) -> None:
         self.background.begin(self._tier.context.name, self._catalog.works())
 
@@ -55,12 +44,13 @@ class SegmentsLayout:
         return Left(loads + stores, await self._catalog.aclose(ends_at))
 
 
-def disk_catalog(tier: FsTier, space: Space) -> tuple[LocalCatalog, SegmentFolder]:
+def disk_catalog(tier: FsTier, space: Space) -> tuple[LocalCatalog, Callable[[], None]]:
+    """Return a catalog of segments on a disk, and what lets go of them."""
     row_bytes, fingerprint = tier.context.row_bytes, tier.context.mapper.fingerprint
     folder = SegmentFolder(tier.root, row_bytes=row_bytes, fingerprint=fingerprint, fsync=tier.options.fsync)
-    return LocalCatalog(tier, folder, space, partial(SegmentsStart, tier, folder)), folder
+    return LocalCatalog(tier, folder, space, partial(SegmentsStart, tier, folder)), folder.close_all
 
 
-def pool_catalog(tier: SlotTier, space: Space) -> tuple[LocalCatalog, PoolFolder]:
+def pool_catalog(tier: SlotTier, space: Space) -> tuple[LocalCatalog, Callable[[], None]]:
     folder = PoolFolder(row_bytes=tier.context.row_bytes, fingerprint=tier.context.mapper.fingerprint)
-    return LocalCatalog(tier, folder, space, PoolStart), folder
+    return LocalCatalog(tier, folder, space, PoolStart), folder.close_all
