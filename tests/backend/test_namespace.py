@@ -391,7 +391,7 @@ FACTS = {"interop": None, "tp_size": 2, "pp_size": 2, "is_parallelism_agnostic":
 @pytest.mark.parametrize("fact", [{}, *({name: value} for name, value in FACTS.items())])
 def test_only_one_workers_rows_go_by_vllms_names_where_that_is_asked_for(fact):
     mapper = FileMapper(Namespace(model_name="m", kv_cache_groups=(Group(),), **VLLMS_NAMES | fact))
-    assert mapper.parallel_agnostic == (not fact)
+    assert mapper.parallel_agnostic == (mapper.why == "") == (not fact)
     assert ("parallel_agnostic" in json.loads(mapper.config_bytes)) == bool(fact)
 
 

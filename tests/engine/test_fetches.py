@@ -105,7 +105,7 @@ async def test_a_task_that_waits_for_its_own_rows_gets_the_rows_that_are_left(op
             assert await found(engine, range(16, 24)) == 2
             assert [bytes(row) for row in rows] == [chunk(number) for number in range(6)]
     assert refused(engine) == 4 + 6
-    assert ["4 chunks that tiers have were not fetched" in message for message in caplog.messages] == [True]
+    assert [message.startswith("4 chunks that tiers have were not fetched") for message in caplog.messages] == [True]
     assert await at_rest(engine)
 
 

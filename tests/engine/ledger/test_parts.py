@@ -58,6 +58,16 @@ def test_hits_stay_until_the_step_ends_or_a_reset(primary, end):
         primary.publish(keys)
 
 
+def test_rows_chosen_ahead_and_pinned_since_are_replaced_by_others():
+    primary = Primary(4, LRU(4), ahead_rows=2)
+    primary.reserve([A, B, C, D])
+    primary.publish([A, B, C, D])
+    primary.choose_ahead(2)
+    primary.pin(list(primary.ahead))
+    primary.choose_ahead(2)
+    assert set(primary.ahead) == set(range(4))
+
+
 def test_a_promotion_that_was_taken_back_is_no_source_of_a_hit():
     search = Request("r").search
     search.promotions[A], search.sources[A] = 1, 0

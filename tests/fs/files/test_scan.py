@@ -116,7 +116,7 @@ def sweep(tmp_path):
         path = tmp_path / name
         path.write_bytes(b"half")
         os.utime(path, (NOW_S - age_s, NOW_S - age_s))
-        sweep(".", name)
+        assert sweep(".", name) == (writer_of(name) is not None)
         return not path.exists()
 
     yield swept

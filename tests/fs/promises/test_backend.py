@@ -17,6 +17,7 @@ from kvtier.errors import BackendClosed, BackendUnavailable
 from kvtier.testing.conformance.lender import key_of, keys_of
 from kvtier_backends.fs import FsBackend, FsCounters, FsOptions
 from kvtier_backends.fs.disk.lanes import share_chunks, share_least, share_out
+from kvtier_backends.fs.layout import Background
 from tests.fs.conftest import DEADLINE_S, ROW_BYTES, SECRETS, kinds, scanned, whole
 
 
@@ -276,3 +277,13 @@ async def test_the_longest_key_fits_and_longer_ones_cost_none(open_tier, lender,
     assert f"a key of {longest + 5:,} bytes, 4 to {longest + 4:,} accepted" in str(outcomes[0])
     assert await lender.recall(tier, keys) == ["ChunkMissing", *whole([fits]), "ChunkMissing", *whole([key_of(0)])]
     assert tier.counters().evicted == tier.counters().disk_full == 0
+
+
+async def test_the_end_raises_what_was_wrong_with_a_background_task():
+    async def fails():
+        raise ZeroDivisionError
+
+    background = Background()
+    background.begin("test", [fails])
+    with pytest.raises(ZeroDivisionError):
+        await background.ended()

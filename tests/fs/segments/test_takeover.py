@@ -74,6 +74,20 @@ async def test_a_segment_is_taken_over_as_its_footers_say(open_tier, stored, len
     assert third.counters().corrupt == {}
 
 
+def test_a_segment_is_taken_over_from_the_dead_alone_and_only_if_it_is_there(open_folder, root, mapper):
+    folder = open_folder(layout="segments", capacity_bytes=CAPACITY_BYTES)
+    about = {"row_bytes": ROW_BYTES, "fingerprint": mapper.fingerprint, "fsync": False}
+    first, second = (SegmentFolder(folder, **about) for _ in range(2))
+    made = first.create(4)
+    seen = second.open(made.name)
+    assert (seen.own, second.take_over(seen)) == (False, False)
+    made.close()
+    assert second.take_over(seen)
+    (root / seen.name).unlink()
+    assert not second.take_over(seen)
+    seen.close()
+
+
 async def test_a_segment_that_cannot_be_opened_is_read_once_it_can(open_tier, stored, lender, monkeypatch):
     keys = keys_of(20)
     await stored(keys, layout="segments")
