@@ -15,6 +15,7 @@ FLEET = ROOT / "examples" / "fleet"
 PAGE = (ROOT / "docs" / "how-to" / "fleet.md").read_text()
 COMPOSE = sorted(FLEET.glob("compose.*.yaml"))
 NODE = ROOT / "examples" / "kubernetes" / "node.yaml"
+SHARED = ROOT / "examples" / "kubernetes" / "shared.yaml"
 MANIFESTS = sorted((FLEET / "kubernetes").glob("*.yaml"))
 VLLMS_OWN = {"spec_name", "spec_module_path", "blocks_per_chunk", "revision"}  # What no engine without vLLM has.
 SIZES = {"": 1, "k": 10, "m": 20, "g": 30, "t": 40}
@@ -122,8 +123,8 @@ def in_kubernetes(path):
         )
 
 
-def nodes_pod(kind):
-    (found,) = of_kind(NODE, kind)
+def nodes_pod(kind, path=NODE):
+    (found,) = of_kind(path, kind)
     return found["spec"]["template"]["spec"]
 
 

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.settings.fields import struct_fields
 from tests.docs import fleet
-from tests.docs.fleet import COMPOSE, ENGINES, FLEET, MANIFESTS, NODE, NODES_ENGINE, PAGE, ROOT
+from tests.docs.fleet import COMPOSE, ENGINES, FLEET, MANIFESTS, NODE, NODES_ENGINE, PAGE, ROOT, SHARED
 from tests.docs.tables import built
 from tests.docs.test_compatibility import known_to_the_door_of
 from tests.engine.kit import at_rest, found, put
@@ -48,7 +48,7 @@ def test_a_compose_file_is_one_by_the_compose_specification(path):
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
-@pytest.mark.parametrize("path", [*MANIFESTS, NODE], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*MANIFESTS, NODE, SHARED], ids=lambda path: path.name)
 def test_a_manifest_is_one_by_the_schemas_of_kubernetes(path, version):
     for one in fleet.objects(path):
         kubernetes_validate.validate(one, version, strict=True)

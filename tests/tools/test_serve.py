@@ -1,12 +1,14 @@
 """`kvtier serve` runs the keepers of a host's shared tiers: engines meet them, and they are started again."""
 
 import os
+import re
 import select
 import signal
 import socket
 import subprocess
 import sys
 import urllib.request
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -27,6 +29,7 @@ __all__ = ["open_with"]
 
 CHUNK_BYTES = 8_192
 ROOM_BYTES = 64 << 20
+METRICS = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 KEYS = keys_of(8)
 LENDER = Lender(CHUNK_BYTES)
 PATIENCE_S = 60.0
@@ -114,6 +117,7 @@ async def test_engines_meet_the_keepers_of_a_service_and_its_metrics_show_them(s
         assert (service.value("chunks", pool), service.value("evicted_total", pool)) == (len(KEYS), 0)
         assert 0 < service.value("used_bytes", pool) <= service.value("capacity_bytes", pool) == ROOM_BYTES
         assert samples["kvtier_keeper_session_held", str(pool)].value == 0
+        assert {name for name, _ in samples} == set(re.findall(r"`(kvtier_keeper_\w+)`", METRICS.read_text()))
         reading = Reading.of(service.address)
         found = engine_now(service.address, reading._replace(samples=[]), reading._replace(at_s=reading.at_s + 1))
         moved = [(each["stored_per_s"], each["loaded_per_s"]) for each in found.sessions.values()]
@@ -125,6 +129,7 @@ async def test_engines_meet_the_keepers_of_a_service_and_its_metrics_show_them(s
     assert not any(os.path.exists(f"{place}.sock") for place in service.places)
 
 
+@pytest.mark.promise("The keeper is killed")
 async def test_a_killed_keeper_is_started_again_and_its_segments_are_found(service, open_with):
     given = {"root": str(service.root), "layout": "segments", "shared": True, "capacity_bytes": ROOM_BYTES}
     with service:
@@ -143,12 +148,14 @@ async def test_a_killed_keeper_is_started_again_and_its_segments_are_found(servi
         assert service.value("sessions", service.root / meeting.NAME) >= 1
 
 
+@pytest.mark.promise("An engine's options differ from the keeper's")
 async def test_an_engine_whose_options_differ_from_the_services_is_refused_by_name(service, open_memory):
     refusal = f"^capacity_bytes: {ROOM_BYTES // 2} given, {ROOM_BYTES} accepted"
     with service, pytest.raises(ConfigError, match=refusal):
         await open_memory(capacity_bytes=ROOM_BYTES // 2)
 
 
+@pytest.mark.promise("Engines have started a keeper before `kvtier serve`")
 def test_a_keeper_that_engines_have_started_is_named_and_the_services_follows_it(service, monkeypatch):
     pool, root = service.places
     monkeypatch.setattr(meeting, "LINGER_S", 0.5)
@@ -166,6 +173,7 @@ def wait_until(true):
         assert select.select([], [], [], 0.05) == ([], [], [])
 
 
+@pytest.mark.promise("`kvtier serve` is killed")
 def test_keepers_end_with_their_service_however_it_ends(service):
     with service:
         wait_until(lambda: all(service.value("up", place) for place in service.places))
