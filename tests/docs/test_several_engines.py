@@ -1,4 +1,4 @@
-"""The examples of `kvtier serve`: systemd and Kubernetes cannot run here, so their own checks are asked, and kvtier's."""
+"""The examples of `kvtier serve`: systemd and Kubernetes cannot run here; their checks and kvtier's are asked."""
 
 import configparser
 import json

@@ -140,7 +140,7 @@ async def test_a_killed_keeper_is_started_again_and_its_segments_are_found(servi
             os.kill(pid, signal.SIGKILL)
         told = {service.process.stderr.readline() for _ in service.places}
         assert told == {
-            f"{each}: the keeper has ended with status -9; it is started again\n" for each in service.places
+            f"kvtier: {each}: the keeper has ended with status -9; it is started again\n" for each in service.places
         }
         second = await open_with(FsBackend, chunk_bytes=CHUNK_BYTES, **given)
         assert await LENDER.recall(second, KEYS) == list(map(label, KEYS))
@@ -161,7 +161,7 @@ def test_a_keeper_that_engines_have_started_is_named_and_the_services_follows_it
     monkeypatch.setattr(meeting, "LINGER_S", 0.5)
     with pool.meet() as connected, service:
         assert service.process.stderr.readline() == (
-            f"{pool}: engines have started a keeper; this service's follows when that has ended\n"
+            f"kvtier: {pool}: engines have started a keeper; this service's follows when that has ended\n"
         )
         assert (service.value("up", pool), service.value("up", root)) == (0, 1)
         connected.close()

@@ -163,17 +163,11 @@ def _fs_life(tier: FsTier) -> Life:
     async def again() -> Life:
         return _fs_life(await open_tier(tier.options, tier.context, tier))
 
+    context, root = tier.context, tier.root
     return Life(
-        tier.context.name,
-        tier.options.root,
-        tier.context.row_bytes,
-        layout,
-        tier.counters,
-        tier.lanes,
-        tier.root.close,
-        lambda failed: tier.lanes.load.run(partial(tier.root.is_gone, failed=failed)),
-        again,
-    )
+        context.name, tier.options.root, context.row_bytes, layout, tier.counters, tier.lanes, root.close,
+        lambda failed: tier.lanes.load.run(partial(root.is_gone, failed=failed)), again,
+    )  # fmt: skip
 
 
 def _memory_life(options: MemoryOptions, context: api.TierContext) -> Life:

@@ -42,7 +42,6 @@ logger = logging.getLogger(__name__)
 
 SESSIONS_MAX = 256
 CLOSE_S = 10.0
-STDIN = 0
 SO_PEERPIDFD = 77  # Python has no name for it.
 LOOK_S = 10.0  # Between two looks whether engines still meet this keeper.
 
@@ -293,13 +292,12 @@ class Session:
 class Keeper:
     """All sessions and namespaces of one root or pool. Belongs to the loop's thread."""
 
-    def __init__(
-        self, place: Place, listener: socket.socket, linger_s: float | None, given: dict[str, Any] | None = None
-    ) -> None:
-        """`linger_s`: how long it goes on without a session; None: until it is told to end."""
+    def __init__(self, place: Place, listener: socket.socket, how: float | dict[str, Any] | None) -> None:
+        """`how`: the seconds that it goes on without a session. None or a service's options: it never lingers out."""
         self.gate = Gate()
-        self._place, self._listener, self._linger_s = place, listener, linger_s
-        self._given = given  # The options of all engines: the service's, or the first one's.
+        self._place, self._listener = place, listener
+        self._linger_s = None if isinstance(how, dict) else how
+        self._given = how if isinstance(how, dict) else None  # The options of all engines; else the first one's.
         self._space: Space | None = None
         self._fs: FsTier | None = None  # The first namespace's: it owns the root.
         self._namespaces: dict[tuple[str, bytes, int], KeptNamespace] = {}
@@ -321,7 +319,8 @@ class Keeper:
                 if await self._lane.run(self._place.inode) != inode:  # The root was removed, or its socket.
                     break
         finally:
-            loop.remove_reader(self._listener)
+            for reader in (self._listener, 0):
+                loop.remove_reader(reader)
             self._lane.submit(self._place.remove_socket, inode)
             self._listener.close()
             for session in list(self._sessions):
@@ -447,14 +446,9 @@ def main(arguments: Sequence[str]) -> None:
 
 async def _kept(place: Place, listener: socket.socket, how: float | dict[str, Any]) -> None:
     loop = asyncio.get_running_loop()
-    keeper = Keeper(place, listener, None, how) if isinstance(how, dict) else Keeper(place, listener, how)
+    keeper = Keeper(place, listener, how)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, keeper.end)
-
-    def service_ended() -> None:
-        loop.remove_reader(STDIN)
-        keeper.end()
-
-    if isinstance(how, dict):
-        loop.add_reader(STDIN, service_ended)
+    if isinstance(how, dict):  # Stdin ends with the service.
+        loop.add_reader(0, keeper.end)
     await keeper.run()

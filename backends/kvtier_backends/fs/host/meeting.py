@@ -75,7 +75,7 @@ class Place(NamedTuple):
     ) -> int:
         """Run a keeper's process: a service's with options, until it or stdin ends; else one that lingers apart."""
         fill_standard_streams()
-        told = msgspec.json.encode(how if isinstance(how, float) else common_options(how)).decode()
+        told = msgspec.json.encode(how if isinstance(how, int | float) else common_options(how)).decode()
         command = [sys.executable, "-P", "-c", (_APART if isinstance(how, float) else "") + _RUN, str(self), told]
         return subprocess.run(  # noqa: S603  # Our own module.
             [*command, str(listener.fileno())], pass_fds=[listener.fileno()], stdin=stdin, stdout=subprocess.DEVNULL,
