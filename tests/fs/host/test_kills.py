@@ -176,3 +176,16 @@ async def test_the_slots_of_an_engine_that_is_killed_in_a_store_are_free(engines
         while await filled(tier) != less + 12:
             await asyncio.sleep(0.01)
     assert await lender.recall(tier, keys_of(12, 5_000_000)) == ["ChunkMissing"] * 12
+
+
+async def test_a_fork_of_an_engine_does_not_keep_its_session_alive(engines, root, pool):
+    (child,) = engines(1, "fork")
+    child.begin()
+    forked = int(child.until("forked")[-1].split()[1])
+    try:
+        child.kill()
+        for place in (Place(str(root)), Place.of_pool(pool)):
+            until(lambda place=place: not [line for line in place.report() if "engine" in line[1]])
+            until(lambda place=place: not keepers(place))
+    finally:
+        os.kill(forked, signal.SIGKILL)

@@ -178,6 +178,17 @@ async def test_a_call_that_waits_for_its_turn_for_long_keeps_its_session(by_hand
     assert answer.failure == ""
 
 
+async def test_what_an_engine_said_before_its_end_is_heard(of_pool, by_hand, join):
+    """Although it is gone by the time that the keeper answers."""
+    hand, tier, keys = by_hand(model="org/model"), await join("memory"), keys_of(4)
+    assert hand.call(1, "reserve", keys).failure == ""
+    with of_pool.stopped():
+        hand.send(wire.Call(2, "report", keeper.pack_keys(())))
+        hand.send(wire.End(1, b"\1" * 4))
+        hand.close()
+    await until_probed(tier, keys, there=True)
+
+
 # Greetings, and peers that are none.
 
 

@@ -9,8 +9,10 @@ import random
 
 import pytest
 
+from kvtier.backend.namespace import Namespace
 from kvtier.testing.conformance.lender import keys_of
-from tests.fs.conftest import ROW_BYTES, SLOT_BYTES, kinds, taken_bytes, until, whole
+from kvtier_backends.fs.segments import room
+from tests.fs.conftest import ROW_BYTES, SLOT_BYTES, kinds, segments, taken_bytes, until, whole
 
 LOOKS = int(os.environ.get("KVTIER_CAPACITY_LOOKS", "24"))
 SEED = int(os.environ.get("KVTIER_CAPACITY_SEED", "1"))
@@ -69,6 +71,22 @@ async def test_too_much_at_the_start_goes_at_once(open_tier, stored, lender, roo
     if layout == "segments":  # Room is given back a segment at a time, and here there is one.
         await lender.keep(tier, keys[:8])
     assert (await lender.recall(tier, keys[:4])) == whole(keys[:4])
+
+
+async def test_segments_of_other_namespaces_count_and_go_before_any_chunk(open_tier, stored, lender, root, monkeypatch):
+    """The oldest goes first, and only when its room is wanted."""
+    monkeypatch.setattr(room, "SEGMENT_BYTES_LEAST", 128 << 10)
+    options, seen = {"layout": "segments", "capacity_bytes": 1 << 20}, {}
+    for name in ("older", "old"):
+        await stored(keys_of(4), **options, namespace=Namespace(model_name=name))
+    tier = await open_tier(**options, scanned=True)
+    for start in range(0, 76, 4):
+        await lender.keep(tier, keys_of(4, start))
+        assert taken_bytes(root) <= 1 << 20
+        seen[frozenset(path.parent.name.partition("_")[0] for path in segments(root))] = None
+    assert list(seen) == [{"org", "old", "older"}, {"org", "old"}, {"org"}]
+    assert await lender.recall(tier, keys_of(76)) == whole(keys_of(76))
+    assert tier.counters().evicted == 0
 
 
 async def test_a_chunk_that_does_not_fit_with_its_folder_costs_nothing(open_tier, stored, lender, layout):
