@@ -15,8 +15,11 @@ not to wait for each other, and few enough for fast scans. Each naming has its o
 import hashlib
 import json
 import re
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, NewType
+
+import msgspec
 
 from kvtier.errors import ConfigError
 from kvtier.settings import Checked, Count, Index, PositiveSize
@@ -373,3 +376,33 @@ def _canonical(fields: dict[str, Any]) -> bytes:
 def _safe(model_name: str) -> str:
     """Return the model's part of a folder's name. The digest behind it makes even `..` a plain name."""
     return model_name.replace("/", "_")
+
+
+class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
+    """Joined keys. `length` is that of every key, or 0 if they differ: then `lengths` has each one's (u32)."""
+
+    joined: bytes
+    length: int
+    lengths: bytes = b""
+
+
+def pack_keys(keys: Sequence[OffloadKey]) -> PackedKeys:
+    joined = b"".join(keys)
+    if not keys:
+        return PackedKeys(joined, 0)
+    sizes = set(map(len, keys))
+    if len(sizes) == 1 and 0 not in sizes:
+        return PackedKeys(joined, sizes.pop())
+    return PackedKeys(joined, 0, array("I", map(len, keys)).tobytes())
+
+
+def unpack_keys(packed: PackedKeys) -> list[OffloadKey]:
+    joined, length = packed.joined, packed.length
+    if length:
+        return [OffloadKey(joined[start : start + length]) for start in range(0, len(joined), length)]
+    keys: list[OffloadKey] = []
+    start = 0
+    for size in array("I", packed.lengths):
+        keys.append(OffloadKey(joined[start : start + size]))
+        start += size
+    return keys

@@ -98,7 +98,6 @@ class Loads:
         return not (self.wanted or self.queue)
 
     def keys(self) -> set[OffloadKey]:
-        """Return the keys that are in flight, or about to be."""
         sent = [each.keys for each in self._traffic.in_flight.values() if each.operation is Operation.PROMOTION]
         wanted = [run.keys for runs in self.wanted.values() for run in runs]
         return set(chain(*wanted, *self.queue.values(), *sent))

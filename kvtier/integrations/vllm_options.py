@@ -157,7 +157,6 @@ def _second(tier: Mapping[str, Any]) -> "SecondaryOptions":
 def engine_config(
     options: VllmOptions, plan: "RowPlan", namespace: Namespace, places: Mapping[str, str], *, events: bool
 ) -> EngineConfig:
-    """Return the configuration of the engine that these options describe."""
     given: dict[str, Any] = {
         "cpu_bytes_to_use": options.cpu_bytes_to_use,
         "chunk_bytes": plan.chunk_bytes,
@@ -177,7 +176,6 @@ def engine_config(
 
 
 def _chunk_tokens(namespace: Namespace) -> int | None:
-    """Return the tokens of a chunk; with several groups, of a chunk of the finest one."""
     finest = min((group.tokens_per_block for group in namespace.kv_cache_groups), default=None)
     return None if finest is None else finest * namespace.blocks_per_chunk
 

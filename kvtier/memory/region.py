@@ -158,7 +158,6 @@ class Region:
         return self._view[start : start + self.row_bytes]
 
     def lend(self, index: int, size_bytes: int) -> "LentRow":
-        """Lend the first bytes of a row for reading."""
         return LentRow(index, self.row(index)[:size_bytes])
 
     def require_met(self) -> None:

@@ -134,7 +134,6 @@ def _said(code: int) -> str:
 
 
 def is_of_a_limit(error: BaseException) -> bool:
-    """Return True if an error may be due to one of this process's limits."""
     return bool(_exceeded(error))
 
 

@@ -280,7 +280,6 @@ class HintedOrder(Generic[K]):
         return None if part is None else victims
 
     def come_back(self, keys: Sequence[K]) -> None:
-        """Insert keys that had left, with the sessions that they had."""
         self._order.insert(keys)
 
     def gone(self, keys: Iterable[K]) -> None:
@@ -331,7 +330,6 @@ class EvictionQueue(Generic[K]):
         return len(self._queue) + len(self.aside)
 
     def among(self, keys: Iterable[K]) -> list[K]:
-        """Return those of the keys that are chosen."""
         queue, aside = self._queue, self.aside
         return [key for key in keys if key in queue or key in aside] if queue or aside else []
 
@@ -361,7 +359,6 @@ class EvictionQueue(Generic[K]):
         return self._hinted
 
     def come_back(self, keys: Sequence[K]) -> None:
-        """Return chosen keys to the order."""
         if back := self.among(keys):
             self._drop(back)
             if self._hinted is None:

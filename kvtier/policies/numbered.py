@@ -123,7 +123,6 @@ class LinkedLRU(Policy[int]):
         return True
 
     def _lie_together(self, keys: Sequence[int]) -> bool:
-        """Return True if the keys are neighbours, in this order. Most keys of one request are."""
         return list(map(self._colder.__getitem__, keys[:-1])) == [*keys[1:]]
 
     def _move_hottest(self, first: int, last: int) -> None:

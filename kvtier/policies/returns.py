@@ -95,14 +95,12 @@ class Returns:
             self.worth[first : first + STEPS] = _indexes(self._chances(label))
 
     def returned(self, label: Label | None, step: int, keys: int) -> None:
-        """Count keys that were used again in this step."""
         while label is not None:
             label.hits[step] += keys
             label.risks[step] += keys
             label = label.parent
 
     def outlived(self, label: Label | None, step: int, keys: int) -> None:
-        """Count keys that were not used again in this step."""
         while label is not None:
             label.risks[step] += keys
             label = label.parent

@@ -166,7 +166,6 @@ def is_secret(kind: Any) -> bool:
 
 
 def _members(kind: Any) -> Sequence[Any]:
-    """Return the members of a union, or the only kind."""
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 

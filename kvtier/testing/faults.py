@@ -197,7 +197,6 @@ class FaultyBackend(api.Wrapper[FaultyOptions]):
         self._gate = asyncio.Event()
 
     async def until_hanging(self, calls: int) -> None:
-        """Wait until at least `calls` calls hang."""
         while self.hanging < calls:
             self._hanging_changed.clear()
             await self._hanging_changed.wait()

@@ -148,8 +148,6 @@ class _Timer(asyncio.TimerHandle):
 
 
 class _Task(asyncio.Task[Any]):
-    """A task with a place in the order of tasks."""
-
     def __init__(self, number: int, coroutine: Any, loop: asyncio.AbstractEventLoop, **options: Any) -> None:
         self._number = number  # First: the base class puts the task into a set.
         super().__init__(coroutine, loop=loop, **options)

@@ -24,7 +24,6 @@ def explain(
 
 
 def _sections(page: str) -> dict[str, str]:
-    """Return the page's sections by code, without addresses."""
     plain = re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", page)
     parts = (part.strip() for part in re.split(r"^(?=###? )", plain, flags=re.MULTILINE) if part.startswith("### "))
     return {re.sub(r"[^\w-]", "", part.splitlines()[0][4:].lower().replace(" ", "-")): part[4:] for part in parts}

@@ -137,7 +137,6 @@ class ObjectNames:
         return (self._prefix + self._mapper.name(key)).replace("//", "/")
 
     def key(self, name: str) -> OffloadKey | None:
-        """Return the key of a name; None if the name is another program's."""
         return self._mapper.key(name[len(self._prefix) :]) if name.startswith(self._prefix) else None
 
 

@@ -223,7 +223,6 @@ class PoolEngine:
         )
 
     def _copy(self, row: int, pieces: Sequence[tuple[int, int]], *, into_row: bool) -> None:
-        """Copy a page between its row and its pieces, without the GIL."""
         at = self._address + row * self._steps.config.row_bytes
         for address, size in pieces:
             if into_row:

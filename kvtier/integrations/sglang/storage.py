@@ -195,7 +195,6 @@ class KVTierStorage(HiCacheStorage):
         return {name: pool.engine.metrics for name, pool in self._pools.items()}
 
     def _open(self, host_pool: Any, name: str) -> None:
-        """Open the engine of a pool, and close that of an earlier pool of the same name."""
         known = self._pools.get(name)
         if known is not None and known.pages.pool is host_pool:
             return

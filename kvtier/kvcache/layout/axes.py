@@ -203,7 +203,6 @@ def offset_bytes(tensor: torch.Tensor) -> int:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Return the identity of a tensor's storage: its address."""
     return tensor.untyped_storage().data_ptr()
 
 

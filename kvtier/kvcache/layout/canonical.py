@@ -226,7 +226,6 @@ class _Pages(NamedTuple):
 def _placed(
     layer: str, cache: LayerCache, group: KVCacheGroup, axes: CacheAxes | None, num_blocks: int
 ) -> list[_Pages]:
-    """Return the runs of a layer's pages: one, or one for each index of the axes around its blocks."""
     spec = group.layers[layer]
     if isinstance(cache, torch.Tensor):
         storage, runs = cache, _attention_runs(layer, cache, group, axes, num_blocks)
@@ -262,7 +261,6 @@ def _attention_runs(
 
 
 def _states_run(layer: str, states: Sequence[torch.Tensor], num_blocks: int) -> BlockRun:
-    """Return the one run of pages that hold all states of a layer."""
     runs = list[BlockRun]()
     for state in states:
         if not state.ndim or state.shape[0] != num_blocks:

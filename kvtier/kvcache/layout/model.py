@@ -38,7 +38,6 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of the largest element."""
         raise NotImplementedError
 
 
@@ -101,7 +100,6 @@ class MambaSpec(LayerSpec, frozen=True, kw_only=True):
 
     @property
     def state_sizes_bytes(self) -> tuple[int, ...]:
-        """Bytes of each state tensor of one block."""
         return tuple(prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
 
     @property

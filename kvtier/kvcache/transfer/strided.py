@@ -136,7 +136,6 @@ class Strided(NamedTuple):
         return (*shapes, self.piece.writers, self.piece.writer_index)
 
     def moves(self, direction: Direction, pages: BlockPages) -> Moves:
-        """Return source and target pages."""
         moved = self.sides.moved(direction, self.piece, pages)
         index = moved.rows * self.row_steps + moved.positions * self.page_steps
         if direction is Direction.STORE:

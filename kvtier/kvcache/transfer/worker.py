@@ -104,7 +104,6 @@ class TransferWorker:
 
 
 def _copiers(sides: Sides) -> list[Copier]:
-    """Return the copiers for the device that the caches are on."""
     devices = {piece.memory.device for group in sides.pieces for piece in group}
     if len(devices) > 1:
         raise ConfigError(f"caches on {' and '.join(sorted(map(str, devices)))}: one device accepted")

@@ -18,7 +18,6 @@ PATIENCE_S = 30.0  # Real seconds until a call counts as hung; an honest one nee
 
 
 def tier_context(chunk_bytes: int, *, name: str = "0:tested", model_name: str = "conformance") -> api.TierContext:
-    """Return the context of a tier under test."""
     return api.TierContext(name, api.FileMapper(api.Namespace(model_name=model_name)), chunk_bytes)
 
 

@@ -11,7 +11,7 @@ import pytest
 from kvtier.backend import BackendUnavailable, Removed
 from kvtier.errors import ConfigError
 from kvtier.testing.conformance.lender import keys_of
-from kvtier_backends.fs import lives
+from kvtier_backends.fs import backend
 from kvtier_backends.fs.disk import owner
 from kvtier_backends.fs.disk.owner import OWNER
 from tests.fs.conftest import DEADLINE_S, scanned, taken_bytes, whole
@@ -30,7 +30,7 @@ def impatient(monkeypatch):
 
 @pytest.fixture
 def looking(monkeypatch):
-    monkeypatch.setattr(lives, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(backend, "LOOK_EVERY_S", 0.0)
 
 
 @pytest.fixture
@@ -168,14 +168,14 @@ async def test_no_call_reaches_a_lost_directory_and_its_tier_closes(tier, lender
 
 async def test_a_cancelled_call_keeps_no_root(tier, lender, root, mapper, options, monkeypatch, looking):
     """The folder of chunks alone is gone: the owner's file stays, locked until the life has ended."""
-    ending, may_end, end = asyncio.Event(), asyncio.Event(), lives.Life.aclose
+    ending, may_end, end = asyncio.Event(), asyncio.Event(), backend.Life.aclose
 
     async def slow_end(life, ends_at, close_files):
         ending.set()
         await may_end.wait()
         return await end(life, ends_at, close_files)
 
-    monkeypatch.setattr(lives.Life, "aclose", slow_end)
+    monkeypatch.setattr(backend.Life, "aclose", slow_end)
     remove_chunks(root, mapper)
     call = asyncio.create_task(trial(tier, lender))
     await asyncio.wait_for(ending.wait(), DEADLINE_S)

@@ -125,7 +125,6 @@ def signed(head: bytes) -> bytes:
 
 
 def is_signed(page: bytes, magic: bytes, version: int) -> bool:
-    """Return True if a page begins with this magic and version, and its checksum is right."""
     begins, body = magic + version.to_bytes(4, "little"), page[:_CHECKSUM_AT]
     return page.startswith(begins) and page[_CHECKSUM_AT:] == _CHECKSUM.pack(xxh3_64_intdigest(body))
 

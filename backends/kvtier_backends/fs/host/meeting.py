@@ -138,7 +138,6 @@ class Place(NamedTuple):
         return status.st_ino, status.st_ctime_ns  # File systems give a number again at once.
 
     def remove_socket(self, inode: tuple[int, int] | None) -> None:
-        """Remove the socket, unless it is another one by now."""
         if inode is not None and self.inode() == inode:
             os.unlink(f"{self}.sock")
 

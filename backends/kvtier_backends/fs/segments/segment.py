@@ -143,7 +143,6 @@ class Segments:
         self._first_slots.append(first_slot)
 
     def remove(self, segment: Segment) -> None:
-        """Remove a segment; the caller closes it."""
         index = self.all.index(segment)
         del self.all[index]
         del self._first_slots[index]
