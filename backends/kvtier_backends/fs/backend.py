@@ -16,7 +16,7 @@ from kvtier.memory import require_file_bytes
 from kvtier.settings import shown_bytes
 from kvtier_backends.fs.disk.capacity import Capacity
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Packing, make_packing
-from kvtier_backends.fs.disk.lanes import FsLanes, start_lanes
+from kvtier_backends.fs.disk.lanes import start_lanes
 from kvtier_backends.fs.disk.reads import ONE_BY_ONE, QUEUE_BYTES, Reads, has_queue
 from kvtier_backends.fs.files.layout import FilesLayout
 from kvtier_backends.fs.host.meeting import Place
@@ -27,6 +27,7 @@ from kvtier_backends.fs.layout import (
     Left,
     OpenTier,
     PoolRoot,
+    SlotTier,
     by_name,
     left_s,
     open_tier,
@@ -59,7 +60,7 @@ class LivingBackend(api.Backend[OptionsT]):
     def __init__(self, life: "Life", options: FsOptions | MemoryOptions) -> None:
         if options.fsync:
             self.durability = api.Durability.POWER
-        self._name = life.name
+        self._name = life.tier.context.name
         self._options = options
         self._stores = api.Calls(self._name)
         self._lives = Lives(life)
@@ -117,7 +118,7 @@ class LivingBackend(api.Backend[OptionsT]):
         return _about(self._options)
 
     def counters(self) -> FsCounters:
-        return self._lives.now.counters.totals()
+        return self._lives.now.tier.counters.totals()
 
     @property
     def _layout(self) -> Layout:
@@ -151,14 +152,10 @@ class FsBackend(LivingBackend[FsOptions]):
         context = context._replace(mapper=mapper)
         if (place := cls.keeper(options)) is not None:
             return cls(await _shared_life(place, options, context, Counters()), options)
-        tier = await open_tier(options, context)
-        try:
-            if options.io == "auto" and not tier.root.direct:
-                tier.counters.count("buffered_fallback")
-            return cls(_fs_life(tier), options)
-        except BaseException:
-            tier.let_go()
-            raise
+        life = await _fs_life(options, context)
+        if options.io == "auto" and not life.tier.root.direct:
+            life.tier.counters.count("buffered_fallback")
+        return cls(life, options)
 
 
 class MemoryBackend(LivingBackend[MemoryOptions]):
@@ -171,40 +168,32 @@ class MemoryBackend(LivingBackend[MemoryOptions]):
     async def open(cls, options: MemoryOptions, context: api.TierContext) -> Self:
         _require_room_for_a_chunk(options, context.row_bytes)
         place = cls.keeper(options)
-        return cls(
-            await _shared_life(place, options, context, Counters()) if place else _memory_life(options, context),
-            options,
-        )
+        shared = None if place is None else await _shared_life(place, options, context, Counters())
+        return cls(shared or await _memory_life(options, context), options)
 
 
 class Life(NamedTuple):
-    """An open place and the tier's chunks in it."""
+    """An open tier, from the opening of its place until that is gone."""
 
-    name: str  # The tier's.
+    tier: SlotTier
     where: str
-    row_bytes: int
     layout: Layout
-    counters: Counters
-    lanes: FsLanes
-    close_place: Callable[[], None]
-    is_gone: Callable[[bool], Awaitable[bool]]
-    """Return True if the place is gone; the argument says whether calls have failed there."""
     again: "Callable[[], Awaitable[Life]]"
     """Open the same tier again. Raises `ConfigError` or `BackendUnavailable`."""
 
     @property
     def fit(self) -> api.Fit:
-        return api.Fit(self.row_bytes, self.layout.key_bytes_max)
+        return api.Fit(self.tier.context.row_bytes, self.layout.key_bytes_max)
 
     def close_files(self) -> None:
         self.layout.close_files()
-        self.close_place()
+        self.tier.root.close()
 
     async def aclose(self, ends_at: float, close_files: Callable[[], None]) -> Left:
         """End the life, at most until then; `close_files` is called once no lane is in a call."""
         left = await self.layout.aclose(ends_at)
         if left.transfers + left.others:
-            self.lanes.when_ended(close_files)
+            self.tier.lanes.when_ended(close_files)
         else:
             close_files()
         return left
@@ -290,7 +279,8 @@ class Lives:
 
     async def _look(self) -> None:
         async with self._turn:
-            if self._ended or await self.now.is_gone(self._doubted):
+            tier = self.now.tier
+            if self._ended or await tier.lanes.load.run(partial(tier.root.is_gone, failed=self._doubted)):
                 self._doubted = True  # Other calls wait here until there is another life.
                 await self._open_again()
             self._doubted = False
@@ -299,7 +289,7 @@ class Lives:
     async def _open_again(self) -> None:
         """End the life and begin another. A cancelled call leaves both to go on: a life half ended keeps the root."""
         if self._opening is None:
-            self._opening = asyncio.create_task(self._next(), name=f"kvtier-{self.now.name}-open-again")
+            self._opening = asyncio.create_task(self._next(), name=f"kvtier-{self.now.tier.context.name}-open-again")
             self._opening.add_done_callback(self._opened)
         opening = self._opening
         await asyncio.wait({opening})
@@ -319,7 +309,7 @@ class Lives:
     async def _end(self) -> None:
         if self._ended:
             return
-        life, name = self.now, self.now.name
+        life, name = self.now, self.now.tier.context.name
         logger.warning("%s: %s is gone: opening it again; see %s", name, life.where, Remedy.UNAVAILABLE)
         self._idle.clear()
         if self._calls and not await until(self._idle.wait(), END_S):
@@ -333,14 +323,14 @@ class Lives:
             await life.layout.background.ended()
 
     async def _begin(self) -> None:
-        name = self.now.name
+        name = self.now.tier.context.name
         try:
             life = await self.now.again()
         except ConfigError as error:  # Of a start; by now it is a state that may pass.
             raise BackendUnavailable(f"{name}: {error}") from error
         if self._closed:
-            life.lanes.let_go()
-            life.lanes.when_ended(life.close_files)
+            life.tier.lanes.let_go()
+            life.tier.lanes.when_ended(life.close_files)
             raise BackendUnavailable(f"{name}: closed")
         self.now = life
         self._ended = False
@@ -349,39 +339,27 @@ class Lives:
         logger.info("%s: %s is there again", name, life.where)
 
 
-def _fs_life(tier: FsTier) -> Life:
-    layout: Layout = (
-        FilesLayout(tier)
-        if tier.options.layout == "files"
-        else SegmentsLayout(tier, *disk_catalog(tier, Space(tier.capacity)))
-    )
-
-    async def again() -> Life:
-        return _fs_life(await open_tier(tier.options, tier.context, tier))
-
-    context, root = tier.context, tier.root
-    return Life(
-        context.name, tier.options.root, context.row_bytes, layout, tier.counters, tier.lanes, root.close,
-        lambda failed: tier.lanes.load.run(partial(root.is_gone, failed=failed)), again,
-    )  # fmt: skip
+async def _fs_life(options: FsOptions, context: api.TierContext, before: FsTier | None = None) -> Life:
+    tier = await open_tier(options, context, before)
+    try:
+        layout: Layout
+        if options.layout == "files":
+            layout = FilesLayout(tier)
+        else:
+            layout = SegmentsLayout(tier, *disk_catalog(tier, Space(tier.capacity)))
+    except BaseException:
+        tier.let_go()
+        raise
+    return Life(tier, options.root, layout, partial(_fs_life, options, context, tier))
 
 
-def _memory_life(options: MemoryOptions, context: api.TierContext) -> Life:
+async def _memory_life(options: MemoryOptions, context: api.TierContext) -> Life:
     root = PoolRoot("memory", options.capacity_bytes)
     capacity = Capacity(root.disk, limit_bytes=options.capacity_bytes, min_free_bytes=0)
     packing = Packing(context.mapper.fingerprint, context.row_bytes)
     tier = OpenTier(options, context, root, start_lanes(options, context.name), packing, capacity)
-
-    async def is_gone(_: bool) -> bool:
-        return False
-
-    async def again() -> Life:
-        return _memory_life(options, context)
-
     layout = SegmentsLayout(tier, *pool_catalog(tier, Space(capacity)))
-    return Life(
-        context.name, "memory", context.row_bytes, layout, tier.counters, tier.lanes, root.close, is_gone, again
-    )
+    return Life(tier, "memory", layout, partial(_memory_life, options, context))
 
 
 async def _shared_life(
@@ -407,18 +385,11 @@ async def _shared_life(
         lanes.let_go()
         raise
     reads = Reads(QUEUE_BYTES) if catalog.queue and has_queue() else ONE_BY_ONE
-    root = PoolRoot(str(place), options.capacity_bytes or 0, reads)
+    root = PoolRoot(str(place), options.capacity_bytes or 0, reads, lambda: catalog.is_lost)
     capacity = Capacity(root.disk, limit_bytes=None, min_free_bytes=0)
     tier = OpenTier(options, context, root, lanes, packing, capacity, counters)
-
-    async def is_gone(_: bool) -> bool:
-        return catalog.is_lost
-
-    async def again() -> Life:
-        return await _shared_life(place, options, context, counters)
-
-    layout = SegmentsLayout(tier, catalog, catalog.close)
-    return Life(context.name, str(place), row_bytes, layout, tier.counters, lanes, root.close, is_gone, again)
+    again = partial(_shared_life, place, options, context, counters)
+    return Life(tier, str(place), SegmentsLayout(tier, catalog, catalog.close), again)
 
 
 def _about(options: FsOptions | MemoryOptions) -> dict[str, str]:

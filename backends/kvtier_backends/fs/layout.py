@@ -102,14 +102,21 @@ class Counters:
 
 
 class PoolRoot:
-    """The root of a pool of memory: nothing is beside its chunks, nothing is left of it, and it is never gone."""
+    """The root of a pool of memory, or of what a keeper has: nothing is beside its chunks, and nothing is left."""
 
+    direct = True
     write_budget = None
 
-    def __init__(self, chunks: str, size_bytes: int, reads: Reads = ONE_BY_ONE) -> None:
-        self.chunks, self.reads = chunks, reads
+    def __init__(
+        self, chunks: str, size_bytes: int, reads: Reads = ONE_BY_ONE, is_lost: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`is_lost`: returns True once a keeper's pool or root is gone."""
+        self.chunks, self.reads, self._is_lost = chunks, reads, is_lost
         self.disk = MemorySpace(size_bytes)
         self.remains, self.beside = Remains(-1), Beside(lambda: 0)
+
+    def is_gone(self, *, failed: bool) -> bool:  # noqa: ARG002
+        return self._is_lost()
 
     def close(self) -> None:
         pass
