@@ -92,10 +92,6 @@ def _rows_held(ledger: Ledger) -> dict[str, int]:
     }
 
 
-def _used_bytes(ledger: Ledger) -> int:
-    return (ledger.primary.rows - ledger.primary.rows_free) * ledger.row_bytes
-
-
 def _breaker_states(tier: Tier) -> dict[str, float]:
     return {state.value: float(tier.breaker.state is state) for state in BreakerState}
 
@@ -153,7 +149,11 @@ PRIMARY_METRICS = MetricTable(
         _gauge("rows_evictable", "Rows that can be evicted now.", "primary.rows_evictable"),
         _gauge("row_bytes", "Length of a row.", "row_bytes"),
         _gauge("capacity_bytes", "Bytes of all rows.", lambda ledger: ledger.primary.rows * ledger.row_bytes),
-        _gauge("used_bytes", "Bytes of the rows that are not free.", _used_bytes),
+        _gauge(
+            "used_bytes",
+            "Bytes of the rows that are not free.",
+            lambda of: (of.primary.rows - of.primary.rows_free) * of.row_bytes,
+        ),
     ),
 )
 DECISION_METRICS = MetricTable(
@@ -294,7 +294,8 @@ class Metrics(Collector):
         self._waits.observe(seconds)
 
     def collect(self) -> Iterator[MetricFamily]:
-        families = {name: _family(name, metric, labels) for name, metric, labels in described()}
+        kinds = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
+        families = {name: kinds[metric.kind](name, metric.help, labels=labels) for name, metric, labels in described()}
         for name, _, labels, read in ledger_series(self._ledger):
             for further, number in samples(read()):
                 families[name].add_metric((*labels, *further), number)
@@ -337,10 +338,6 @@ def samples(reading: Reading) -> Iterator[tuple[Labels, float]]:
             yield (key if isinstance(key, tuple) else (key,)), number
     elif reading is not None:
         yield (), reading
-
-
-def _family(name: str, metric: Metric, labels: Labels) -> CounterMetricFamily | GaugeMetricFamily:
-    return (CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily)(name, metric.help, labels=labels)
 
 
 def _readings(table: MetricTable, subject: object) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import difflib
 import importlib
 from collections.abc import Mapping
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 
 from kvtier.errors import ConfigError
 from kvtier.settings.fields import quoted
@@ -32,25 +32,22 @@ def _target(kind: str, name: str, built_in: Mapping[str, str], group: str, meant
         return built_in[name]
     if ":" in name:
         return name
-    found = {_class_of(point): point for point in entry_points(group=group, name=name)}
+    points = entry_points(group=group, name=name)  # Old build tools append spaces and extras to `module:Class`.
+    found = {"".join(point.value.partition("[")[0].split()): point for point in points}
     if not found:
         known = known_names(built_in, group)
         guess = meant.get(name.lower()) or next(map(repr, difflib.get_close_matches(name.lower(), known, n=1)), None)
         hint = f"did you mean {guess}? " if guess else ""
         raise ConfigError(f'{quoted(name)} is no {kind}; {hint}Known: {", ".join(known)}, or "module:Class"')
     if len(found) > 1:
-        claims = ", ".join(sorted(f"{target} ({_distribution(point)})" for target, point in found.items()))
+        claims = ", ".join(
+            sorted(
+                f"{target} ({point.dist.name if point.dist else 'unknown distribution'})"
+                for target, point in found.items()
+            )
+        )
         raise ConfigError(f"{kind} {name!r} is claimed by {claims}: write out the one that is meant")
     return next(iter(found))
-
-
-def _class_of(point: EntryPoint) -> str:
-    """Return an entry point's `module:Class`, without spaces and the extras that old build tools append."""
-    return "".join(point.value.partition("[")[0].split())
-
-
-def _distribution(point: EntryPoint) -> str:
-    return point.dist.name if point.dist is not None else "unknown distribution"
 
 
 def _imported(kind: str, name: str, target: str) -> object:

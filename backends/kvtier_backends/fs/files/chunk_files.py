@@ -5,7 +5,6 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from typing import NamedTuple
 
 from kvtier.backend import FileMapper, OffloadKey
@@ -154,10 +153,10 @@ class ChunkFiles:
         self._tidy(os.path.dirname(self._mapper.name(key)), was_there=was_there)
 
     def _drop(self, temporary: str, taken_bytes: int) -> None:
-        self._remains.remove(temporary, taken_bytes, partial(self._remove_temporary, temporary))
-
-    def _remove_temporary(self, temporary: str) -> None:
-        self._tidy(os.path.dirname(temporary), was_there=remove_file(self._root, temporary))
+        folder = os.path.dirname(temporary)
+        self._remains.remove(
+            temporary, taken_bytes, lambda: self._tidy(folder, was_there=remove_file(self._root, temporary))
+        )
 
     def _tidy(self, folder: str, *, was_there: bool) -> None:
         while folder != self._folder.chunks:

@@ -279,7 +279,8 @@ class Recovery:
         if not segments:
             return
         if memory.same_boot:
-            self._untouched = [segment for said, segment in segments if _is_untouched(segment, said)]
+            times = [(segment, said.written_at_ns) for said, segment in segments]
+            self._untouched = [segment for segment, at_ns in times if 0 < at_ns == os.fstat(segment.fd).st_mtime_ns]
         self._taken = np.zeros(max(segment.first_slot + segment.header.slots for segment in self.opened), np.uint8)
         for batch in _recalled(memory.chunks, segments, set(self._untouched), self._now_ns):
             if self.stopped:
@@ -325,10 +326,6 @@ def _recalled(
 def _is_there(segments: dict[str, Segment], said: Remembered) -> bool:
     segment = segments.get(said.name)
     return segment is not None and segment.own and segment.header.slots == said.slots
-
-
-def _is_untouched(segment: Segment, said: Remembered) -> bool:
-    return 0 < said.written_at_ns == os.fstat(segment.fd).st_mtime_ns
 
 
 def _footers_of(segment: Segment, root_fd: int, now_ns: int) -> Iterator[Seen]:
