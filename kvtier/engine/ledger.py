@@ -89,8 +89,6 @@ class Ledger:
         self._now = 0.0
         self._step = 1
 
-    # A step.
-
     def begin_step(self, now: float) -> None:
         """Set the time (seconds, never decreasing) and end expired leases."""
         self._now = now
@@ -150,8 +148,6 @@ class Ledger:
         """Clean every dirty row: with the next runner, if none is up and one will be."""
         self._awaits_runner = runner_returns
         self.writeback.end()
-
-    # Looking up.
 
     def lookup(self, key: OffloadKey, request: Request) -> LookupResult:
         if key not in self.primary.ready:
@@ -499,8 +495,6 @@ class Ledger:
         self._delete_in_tiers(gone)
         for key in gone:
             del self._forgetting[key]
-
-    # The whole.
 
     def delete(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Forget keys in the primary and in every tier, except held ones, which are returned.

@@ -142,8 +142,6 @@ class StepManager:
         self._bridge.drop()
         warn(f"{what} was dropped, and never closed; see {Remedy.DROPPED}", ResourceWarning, stacklevel=2, source=self)
 
-    # Requests.
-
     def on_new_request(
         self,
         request_id: str,
@@ -344,8 +342,6 @@ class StepManager:
             self._receive()
         return self.ledger.pending
 
-    # What it counts.
-
     def stats(self) -> EngineStats:
         """Return the counts of this kvtier engine and its tiers, and how many chunks they hold now."""
         return self._metrics.stats()
@@ -354,8 +350,6 @@ class StepManager:
     def metrics(self) -> CollectorRegistry:
         """A Prometheus registry with everything that this kvtier engine counts."""
         return self._metrics.registry
-
-    # The whole.
 
     def drain(self, deadline_s: float | None = None) -> bool:
         """Send all queued actions, and wait until nothing is in flight; False if the deadline came first. Blocks."""
@@ -440,8 +434,6 @@ class StepManager:
                 self.ledger.runners_lost += 1
         if not self._closed:  # Failures of the closing are expected.
             self._tier_log.look(now)
-
-    # The requests that are known.
 
     def _known(self, request_id: str) -> Request:
         try:

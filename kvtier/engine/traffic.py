@@ -98,8 +98,6 @@ class Traffic:
         self._hinted = False  # There has been a hint.
         self._acknowledgements: list[Action] = []
 
-    # What is queued.
-
     def cascade(self, keys: Iterable[OffloadKey], tier: Tier, now: float) -> None:
         """Queue stores of those of the ready keys, each given once, that the tier neither has nor is getting."""
         mask, bit, storing = self.locations.mask, tier.bit, tier.storing

@@ -113,8 +113,6 @@ class SlotMover:
         self._share_least = share_least(io.row_bytes, io.reads.queue_bytes)
         self._load_pages, self._store_pages = io.pages(io.lanes.load), io.pages(io.lanes.store)
 
-    # Loads.
-
     async def load(self, reads: Sequence[Read]) -> tuple[list[Outcome], int]:
         """Load the chunks; return the outcomes, and how many say that the file system is away."""
         outcomes: list[Outcome] = [None] * len(reads)
@@ -219,8 +217,6 @@ class SlotMover:
         else:
             share.gone += error.errno in GONE
             found.append(failure(piece.parts[0].key, error))
-
-    # Stores.
 
     async def store(self, writes: Sequence[Write]) -> tuple[list[Outcome], int]:
         """Store the chunks that fit, the leading ones first; return what `load` does."""

@@ -164,8 +164,6 @@ class Room:
         self._table.remove(expired)
         self._wiping.check()
 
-    # Segments that go.
-
     async def remove_coldest(self) -> bool:
         slot = self._table.coldest()
         own = [segment for segment in self.segments.all if segment.own]
@@ -271,8 +269,6 @@ class Room:
         self.error = making.error
         self._full_until_s = time.monotonic() + FULL_PAUSE_S if making.is_full else 0.0
         return making.segment is not None
-
-    # Segments that are lost.
 
     def errors(self, segments: Iterable[Segment]) -> dict[Segment, OSError]:
         """Return why chunks in some of the segments will not be found by the next start. Blocks, in a lane."""

@@ -255,8 +255,6 @@ class SlotTable:
             self._candidates.extend(bytes(count))
         return self.index.add(count)
 
-    # Slots for stores.
-
     def take_free(self, count: int) -> list[int]:
         taken = self.free.take(count)
         self._in_flight.update(taken)
@@ -310,8 +308,6 @@ class SlotTable:
             self._retire(old, key)
         self._sequences[slot] = sequence
         self.index.store(key, slot, used_at_ns)
-
-    # Uses and removals.
 
     def remove(self, keys: Iterable[OffloadKey]) -> None:
         """Forget chunks, and mark their slots to be wiped."""
