@@ -4,7 +4,6 @@ import asyncio
 import fcntl
 import os
 import secrets
-import socket
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -65,32 +64,27 @@ async def filled(tier, start=1_000_000):
     return sum(await tier.probe(keys))
 
 
+async def until_filled(tier, chunks):
+    async with asyncio.timeout(PATIENCE_S):
+        while await filled(tier) != chunks:
+            await asyncio.sleep(0.01)
+
+
 class Peer:
-    """The engine's end of a session by hand."""
+    """The engine's end of a session by hand. Descriptors that come are dropped."""
 
-    def __init__(self, place, timeout_s=PATIENCE_S):
-        self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.settimeout(timeout_s)
-        self.connect(place)
-        self._read = b""
+    def __init__(self, place):
+        self.socket = place.connect()
+        self.socket.settimeout(PATIENCE_S)
+        self._stream = self.socket.makefile("rb")
         self._decode = msgspec.msgpack.Decoder(wire.ToEngine).decode
-
-    def connect(self, place):
-        fd = os.open(place.directory, os.O_PATH)
-        try:
-            self.socket.connect(f"/proc/self/fd/{fd}/{place.name}.sock")  # A socket's path has at most 107 bytes.
-        except OSError:
-            self.close()
-            raise
-        finally:
-            os.close(fd)
 
     def send(self, message):
         content = msgspec.msgpack.encode(message)
         self.socket.sendall(len(content).to_bytes(wire.LENGTH_BYTES, "little") + content)
 
-    def hello(self, kind, options, row_bytes, *, protocol=wire.PROTOCOL, model="conformance"):
-        self.send(wire.Hello(protocol, kind, options, Namespace(model_name=model), row_bytes, 0.5, "by hand"))
+    def hello(self, options, *, protocol=wire.PROTOCOL, model="org/model"):
+        self.send(wire.Hello(protocol, "memory", options, Namespace(model_name=model), ROW_BYTES, 0.5, "by hand"))
         return self.until(wire.Welcome)
 
     def call(self, number, kind, keys=()):
@@ -99,28 +93,20 @@ class Peer:
 
     def until(self, kind):
         """Return the next message of a kind, and pass over others."""
-        while True:
-            size = int.from_bytes(self._read[: wire.LENGTH_BYTES], "little")
-            if len(self._read) < wire.LENGTH_BYTES + size or not self._read:
-                content, descriptors, _, _ = socket.recv_fds(self.socket, 1 << 16, 16)
-                for fd in descriptors:
-                    os.close(fd)
-                if not content:
-                    raise EOFError
-                self._read += content
-                continue
-            message = self._decode(self._read[wire.LENGTH_BYTES : wire.LENGTH_BYTES + size])
-            self._read = self._read[wire.LENGTH_BYTES + size :]
-            if isinstance(message, kind):
+        while size := int.from_bytes(self._stream.read(wire.LENGTH_BYTES), "little"):
+            if isinstance(message := self._decode(self._stream.read(size)), kind):
                 return message
+        raise EOFError
 
     def is_ended(self):
         """Return True when the keeper has ended the session; waits for that."""
-        with suppress(EOFError, ConnectionError):
-            self.until(())
+        with suppress(ConnectionError):
+            while self._stream.read(1 << 16):
+                pass
         return True
 
     def close(self):
+        self._stream.close()
         self.socket.close()
 
 
@@ -149,8 +135,8 @@ async def join(root, pool):
 def peer(request):
     """Return a function that begins a session by hand."""
 
-    def peer(place, **how):
-        made = Peer(place, **how)
+    def peer(place):
+        made = Peer(place)
         request.addfinalizer(made.close)
         return made
 

@@ -5,7 +5,7 @@ import os
 import shutil
 import socket
 import threading
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -17,7 +17,7 @@ from kvtier_backends.fs.host.meeting import Place
 from kvtier_backends.fs.options import MemoryOptions, common_options
 from kvtier_backends.fs.segments import kept, room, wire
 from tests.fs.conftest import ROW_BYTES, kinds, taken_bytes, until_probed, until_stored, whole
-from tests.fs.host.conftest import CAPACITY_BYTES, PATIENCE_S, filled
+from tests.fs.host.conftest import CAPACITY_BYTES, PATIENCE_S, filled, until_filled
 
 HANDS = [b"\xff" * 64, b"\x03\0\0\0abc", b"\x04\0\0\0\xff\xff\xff\x7f", b"\0\0\0\0", b"GET / HTTP/1.1\r\n\r\n"]
 
@@ -48,23 +48,23 @@ def by_hand(peer, pool, of_pool):
     """Return a function that begins a session in the pool by hand."""
 
     def by_hand(*, hello=True, **how):
-        made = peer(Place.of_pool(pool))
-        if hello:
-            options = common_options(MemoryOptions(pool=pool, shared=True, capacity_bytes=CAPACITY_BYTES))
-            assert made.hello("memory", options, ROW_BYTES, **how).refusal == ""
+        made, options = peer(Place.of_pool(pool)), MemoryOptions(pool=pool, shared=True, capacity_bytes=CAPACITY_BYTES)
+        assert not hello or made.hello(common_options(options), **how).refusal == ""
         return made
 
     return by_hand
 
 
-async def until_lost(tier):
-    """Call a tier until it has seen that its keeper is gone."""
+async def until_lost(tier, *, there=False):
+    """Call a tier until it has seen that its keeper is gone, or that there is one."""
     async with asyncio.timeout(PATIENCE_S):
-        while True:
+        found = not there
+        while found is not there:
             try:
                 await tier.delete(keys_of(1))
+                found = True
             except BackendUnavailable:
-                return
+                found = False
 
 
 # What engines see of each other.
@@ -82,19 +82,13 @@ async def test_engines_see_what_others_store_and_delete(kept_by, kind, join, len
     await follower.until(lambda: follower.held == set(keys[5:]))
     assert list(await other.probe(keys)) == [False] * 5 + [True] * 15
     assert await lender.recall(other, keys[:5]) == ["ChunkMissing"] * 5
-
-
-async def test_an_engine_that_comes_later_knows_every_chunk(kept_by, kind, join, lender):
-    keys = keys_of(50)
-    await lender.keep(await join(kind), keys)
-    later = await join(kind)
-    follower = Follower(later)
-    await follower.until(lambda: follower.scanned)
-    assert follower.held == set(keys)
+    later = Follower(await join(kind))
+    await later.until(lambda: later.scanned)
+    assert later.held == set(keys[5:])
 
 
 async def test_a_chunk_that_another_engine_is_storing_is_refused_as_that(by_hand, join, lender):
-    hand, tier, keys = by_hand(model="org/model"), await join("memory"), keys_of(8)
+    hand, tier, keys = by_hand(), await join("memory"), keys_of(8)
     assert hand.call(1, "reserve", keys[:4]).failure == ""
     assert kinds(await tier.store(lender.writes(keys))) == ["NoSpace"] * 4 + ["NoneType"] * 4
     assert tier.counters().refused == {"storing": 4}
@@ -118,9 +112,7 @@ async def test_a_cancelled_call_gives_its_slots_back(kept_by, kind, join, stores
             await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait({task})
-    async with asyncio.timeout(PATIENCE_S):
-        while await filled(tier, 2_000_000) != all_of_them:
-            await asyncio.sleep(0.01)
+    await until_filled(tier, all_of_them)
     assert (await join(kind)).counters().corrupt == {}
 
 
@@ -134,9 +126,7 @@ async def test_a_tier_that_is_closed_with_a_store_in_flight_keeps_its_slots_unti
     assert await tier.aclose(0.05) == (1,)
     write.let_go()
     await asyncio.wait({storing})
-    async with asyncio.timeout(PATIENCE_S):
-        while await filled(other, 2_000_000) != all_of_them:
-            await asyncio.sleep(0.01)
+    await until_filled(other, all_of_them)
     assert isinstance(storing.exception(), BackendUnavailable | None)
 
 
@@ -155,23 +145,13 @@ async def test_an_engine_that_gives_a_stopped_keeper_up_leaves_no_slot_there(
         await asyncio.wait({storing})
     assert isinstance(storing.exception(), BackendUnavailable)
     monkeypatch.setattr(kept, "ANSWER_S", PATIENCE_S)
-    await until_stored_again(tier, lender)
-    async with asyncio.timeout(PATIENCE_S):
-        while await filled(other, 2_000_000) != all_of_them:
-            await asyncio.sleep(0.01)
-
-
-async def until_stored_again(tier, lender):
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            with suppress(BackendUnavailable):
-                if not any(await tier.store(lender.writes(keys_of(8)))):
-                    return
+    await until_lost(tier, there=True)
+    await until_filled(other, all_of_them)
 
 
 async def test_a_call_that_waits_for_its_turn_for_long_keeps_its_session(by_hand, join, lender, monkeypatch):
     """Only a keeper that says nothing at all is stopped."""
-    hand, tier = by_hand(), await join("memory")
+    hand, tier = by_hand(model="other"), await join("memory")
     monkeypatch.setattr(kept, "ANSWER_S", 0.4)
     answer = hand.call(1, "lease", keys_of((64 << 20) // ROW_BYTES))  # All of the gate's width, for a second.
     await lender.keep(tier, keys_of(3))
@@ -180,7 +160,7 @@ async def test_a_call_that_waits_for_its_turn_for_long_keeps_its_session(by_hand
 
 async def test_what_an_engine_said_before_its_end_is_heard(of_pool, by_hand, join):
     """Although it is gone by the time that the keeper answers."""
-    hand, tier, keys = by_hand(model="org/model"), await join("memory"), keys_of(4)
+    hand, tier, keys = by_hand(), await join("memory"), keys_of(4)
     assert hand.call(1, "reserve", keys).failure == ""
     with of_pool.stopped():
         hand.send(wire.Call(2, "report", keeper.pack_keys(())))
@@ -207,7 +187,7 @@ async def test_options_of_an_engine_that_was_refused_bind_nobody(kept_by, kind, 
 
 async def test_another_protocol_is_refused(by_hand):
     hand = by_hand(hello=False)
-    welcome = hand.hello("memory", {}, ROW_BYTES, protocol=2)
+    welcome = hand.hello({}, protocol=2)
     assert welcome.is_config
     assert "protocol is 2, its keeper's 1" in welcome.refusal
 
@@ -235,7 +215,7 @@ async def test_nonsense_ends_its_own_session_only(by_hand, join, lender, at):
     tier = await join("memory")
     await lender.keep(tier, keys_of(4))
     all_of_them = await filled(tier)
-    hand = by_hand(hello=at > len(HANDS), model="org/model")
+    hand = by_hand(hello=at > len(HANDS))
     nonsense(hand, at)
     assert hand.is_ended()
     assert await filled(tier, 2_000_000) == all_of_them
@@ -264,7 +244,7 @@ async def test_more_sessions_than_the_most_are_refused_until_one_ends(of_pool, j
 
 async def test_a_deaf_session_ends_and_the_others_are_still_told(by_hand, join, lender, monkeypatch):
     monkeypatch.setattr(wire, "UNSENT_BYTES_MAX", 50_000)
-    hand, one, other = by_hand(model="org/model"), await join("memory"), await join("memory")
+    hand, one, other = by_hand(), await join("memory"), await join("memory")
     hand.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
     keys = keys_of(64)
     for _ in range(150):
@@ -328,7 +308,7 @@ async def test_a_keeper_whose_backlog_is_full_is_unavailable(pool, peer, join, m
     with place.listen():
         with suppress(BlockingIOError):
             while True:
-                peer(place, timeout_s=0)
+                peer(place)
         with pytest.raises(BackendUnavailable, match="does not start"):
             await join("memory")
 
@@ -342,25 +322,20 @@ async def test_an_interpreter_that_cannot_start_is_unavailable(outside, join, mo
 # One capacity.
 
 
-class Sampled:
-    """The most that a place was seen to take."""
+@contextmanager
+def sampled(look):
+    """Look every ten milliseconds in the block, from a thread; yield what was seen."""
+    seen, ended = [0], threading.Event()
 
-    def __init__(self, look):
-        self.most_bytes = 0
-        self._look, self._end = look, threading.Event()
-        self._thread = threading.Thread(target=self._run)
+    def run():
+        while not ended.wait(0.01):
+            seen.append(look())
 
-    def _run(self):
-        while not self._end.wait(0.01):
-            self.most_bytes = max(self.most_bytes, self._look())
-
-    def __enter__(self):
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self._end.set()
-        self._thread.join()
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield seen
+    ended.set()
+    thread.join()
 
 
 def memory_bytes():
@@ -386,7 +361,7 @@ async def test_namespaces_and_row_lengths_stay_within_one_capacity(kept_by, kind
         for model in ("a", "b", "c")
         for row_bytes in (ROW_BYTES, 3 * ROW_BYTES)
     ]
-    with Sampled((lambda: taken_bytes(root)) if kind == "fs" else memory_bytes) as sampled:
+    with sampled((lambda: taken_bytes(root)) if kind == "fs" else memory_bytes) as seen:
         for turn in range(60):
             for number, (tier, lender) in enumerate(tiers[turn % 3 :] if turn % 10 else tiers):
                 keys = keys_of(16, 16 * turn)
@@ -394,7 +369,7 @@ async def test_namespaces_and_row_lengths_stay_within_one_capacity(kept_by, kind
                 told = await lender.recall(tier, keys)
                 assert all(one in (label(key), "ChunkMissing") for key, one in zip(keys, told, strict=True))
                 assert lender.take_back()
-    assert CAPACITY_BYTES // 2 < sampled.most_bytes <= CAPACITY_BYTES
+    assert CAPACITY_BYTES // 2 < max(seen) <= CAPACITY_BYTES
 
 
 async def test_a_namespace_keeps_its_fair_part(kept_by, kind, join, small_segments):
