@@ -202,7 +202,7 @@ async def recall_any(tier, lender, batch):
 
 
 async def halt(asked, seed):
-    """Store a batch at the root or in the pool, stop in its middle, and say `stored <how many>` after that."""
+    """Store a batch at the root or in the pool, stop in its middle, and say `stored <how many>` or `away` after it."""
     tier = (await opened_shared(asked))[seed]
     write = os.pwritev
 
@@ -213,7 +213,10 @@ async def halt(asked, seed):
 
     lender, keys = Lender(asked["row_bytes"]), keys_of(BATCH_CHUNKS_MAX, asked["start"])
     os.pwritev = halted
-    say("stored", list(await tier.store(lender.writes(keys))).count(None))
+    try:
+        say("stored", list(await tier.store(lender.writes(keys))).count(None))
+    except BackendUnavailable:
+        say("away")
     signal.pause()
 
 

@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import re
+import select
 import signal
 from collections import Counter, defaultdict
 from contextlib import suppress
@@ -83,10 +84,13 @@ def descriptors(pid):
 
 
 def kill(place, number):
-    """Send a signal to a place's keeper, as soon as there is one."""
+    """Send a signal to a place's keeper, as soon as there is one; wait until a killed one is gone."""
     until(lambda: keepers(place))
     for pid in keepers(place):
+        its_end = os.pidfd_open(pid)
         os.kill(pid, number)
+        assert number != signal.SIGKILL or select.select([its_end], [], [], HANG_S)[0]
+        os.close(its_end)
 
 
 async def test_engines_and_keepers_that_are_killed_or_stopped_cost_hits_only(engines, join, root, pool, tmp_path):
@@ -160,6 +164,24 @@ async def test_the_slots_of_a_stopped_engine_are_given_to_nobody(engines, join, 
     its = keys_of(stored, 5_000_000)
     lender.writes(its)  # To recognise them.
     assert await lender.recall(tier, its) == [label(key) for key in its]
+
+
+async def test_an_engine_that_writes_when_its_keeper_is_gone_costs_chunks_and_makes_none_wrong(engines, join, root):
+    """It was stopped, and the next keeper has given its slots to others."""
+    (child,) = engines(1, "halt", start=5_000_000)
+    child.begin(0)
+    child.until("stopped")
+    kill(Place(str(root)), signal.SIGKILL)
+    tier, lender = await join(), Lender(ROW_BYTES)
+    keys = keys_of(await filled(tier), 2_000_000)
+    for start in range(0, len(keys), 64):
+        await lender.keep(tier, keys[start : start + 64])
+    child.go_on()
+    assert child.until("stored", "away")[-1] == "away"
+    told = await lender.recall(tier, keys)
+    assert all(one in (label(key), "ChunkCorrupt") for key, one in zip(keys, told, strict=True))
+    assert 0 < told.count("ChunkCorrupt") <= 12
+    assert [one for one in await lender.recall(tier, keys_of(12, 5_000_000)) if one != "ChunkMissing"] == []
 
 
 @AT
