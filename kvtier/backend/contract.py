@@ -11,7 +11,18 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, Protocol, Self, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Generic,
+    Literal,
+    NamedTuple,
+    Protocol,
+    Self,
+    TypeGuard,
+    runtime_checkable,
+)
 
 import msgspec
 
@@ -340,7 +351,7 @@ def backend_class(type_name: str) -> type[Backend]:
 
 
 def _checked(type_name: str, found: object) -> type[Backend]:
-    if not (isinstance(found, type) and issubclass(found, Backend)):
+    if not _is_backend(found):
         raise ConfigError(f"tier type {type_name!r}: {found!r} is no subclass of kvtier.backend.Backend")
     options: Any = getattr(found, "options_type", None)
     if inspect.isabstract(found):
@@ -358,3 +369,7 @@ def _checked(type_name: str, found: object) -> type[Backend]:
     else:
         return found
     raise ConfigError(f"tier type {type_name!r}: {found.__name__}{why}")
+
+
+def _is_backend(found: object) -> TypeGuard[type[Backend]]:
+    return isinstance(found, type) and issubclass(found, Backend)

@@ -10,7 +10,7 @@ A name is built in, an installed distribution's, or written out as `module:Class
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeGuard, TypeVar
 
 from kvtier.errors import ConfigError
 from kvtier.settings import find_class, known_names
@@ -102,7 +102,7 @@ def policy_class(name: str) -> type[Policy[Any]]:
     Raises `ConfigError` if it does not exist, is not installed, or is no complete `Policy`.
     """
     found = find_class("policy", name, _BUILT_IN, ENTRY_POINT_GROUP)
-    if not (isinstance(found, type) and issubclass(found, Policy)):
+    if not _is_policy(found):
         raise ConfigError(f"policy {name!r}: {found!r} is no subclass of kvtier.policies.Policy")
     if inspect.isabstract(found):
         lacking = ", ".join(sorted(found.__abstractmethods__))
@@ -116,3 +116,7 @@ def require_policy(name: str) -> None:
         policy_class(name)
     except ConfigError as error:
         raise ConfigError(f"eviction_policy: {error}") from error
+
+
+def _is_policy(found: object) -> TypeGuard[type[Policy[Any]]]:
+    return isinstance(found, type) and issubclass(found, Policy)

@@ -7,7 +7,7 @@ counted, and the first of each kind is logged. The same struct serves both faces
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from reprlib import Repr
 from types import NoneType
 from typing import Annotated, Generic, Literal, TypeVar
@@ -57,7 +57,7 @@ class Hint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             value = getattr(self, attribute)
             if type(value) not in types:
                 force_setattr(self, attribute, _plain(attribute, value, types))
-        if not isinstance(self.no_store, bool) and not all(isinstance(name, str) for name in self.no_store):
+        if not isinstance(self.no_store, bool) and not _all_text(self.no_store):
             raise TypeError(_refusal("no_store", self.no_store))
 
     def keeps_out(self, tier: str) -> bool:
@@ -170,6 +170,10 @@ def _refusal(name: str, value: object) -> str:
     name = name.rstrip("_")
     _, accepted = _TYPES["class_" if name == "class" else name]
     return f"{name}: {shown(value)} given, {accepted} accepted"
+
+
+def _all_text(values: Iterable[object]) -> bool:
+    return all(isinstance(value, str) for value in values)
 
 
 def _plain(attribute: str, value: object, types: Sequence[type]) -> object:

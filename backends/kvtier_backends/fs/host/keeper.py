@@ -30,7 +30,7 @@ from kvtier_backends.fs.disk.footer import FOOTER_BYTES, ChunkFault, Packing
 from kvtier_backends.fs.disk.lanes import start_lanes
 from kvtier_backends.fs.host.gate import Gate, Pass
 from kvtier_backends.fs.host.meeting import Place
-from kvtier_backends.fs.layout import Background, FsTier, OpenTier, PoolRoot, SlotTier, open_tier, until
+from kvtier_backends.fs.layout import Background, FsTier, OpenTier, PoolRoot, Scarce, SlotTier, open_tier, until
 from kvtier_backends.fs.options import FsOptions, MemoryOptions
 from kvtier_backends.fs.segments import wire
 from kvtier_backends.fs.segments.catalog import Doubt, Lease, LocalCatalog, Reservation
@@ -193,7 +193,9 @@ class Session:
                         Doubt(key, slot, sequence, None if fault is None else ChunkFault(fault))
                         for key, (slot, sequence, fault) in zip(keys, call.doubts, strict=True)
                     ]
-                    answer = wire.Answer(call.id, verdicts=[(*judged,) for judged in map(catalog.judged, doubts)])
+                    answer = wire.Answer(
+                        call.id, verdicts=[(int(each[0]), *each[1:]) for each in map(catalog.judged, doubts)]
+                    )
                 case _:
                     try:
                         await catalog.delete(keys)
@@ -231,7 +233,7 @@ class Session:
             reservation = await namespace.catalog.reserve(free)
             undo.pop_all()
         self._held[call_id] = reservation, turn
-        refusals = [
+        refusals: list[tuple[list[int], Scarce, int, str]] = [
             ([wanted[place] for place in places], reason, error.errno or 0 if error else 0, str(error or ""))
             for places, reason, error in reservation.refusals
         ]

@@ -175,18 +175,18 @@ class KeptCatalog:
             if not waiting.done():
                 waiting.set_exception(BackendUnavailable(why))
 
-    def _received(self, message: Any, descriptor: Callable[[], int]) -> None:
+    def _received(self, message: wire.ToEngine, descriptor: Callable[[], int]) -> None:
         self._heard += 1
         match message:
             case wire.Answer() | wire.Welcome():
                 waiting = self._calls.get(message.id if isinstance(message, wire.Answer) else 0)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(message)
-            case wire.Inventory(scanned=None):
+            case wire.Inventory():
                 self._note(unpack_keys(message.keys), there=message.there)
-            case wire.Inventory(scanned=bool(complete)):
-                self.inventory.scan_ended(complete=complete)
-                self._scanned.set()
+                if message.scanned is not None:
+                    self.inventory.scan_ended(complete=message.scanned)
+                    self._scanned.set()
             case wire.SegmentSaid(slots=0):  # Its slots are in no call of ours.
                 segment = self.segments.of(message.first_slot)
                 self.segments.remove(segment)
