@@ -20,7 +20,6 @@ from kvtier.tools.top import Reading, engine_now
 from kvtier_backends.fs import FsBackend, MemoryBackend
 from kvtier_backends.fs.host import meeting
 from kvtier_backends.fs.host.meeting import Place
-from tests.own import processes, stat_of
 from tests.testing.suites import open_with
 from tests.tools.command import KVTIER, check_refusal
 from tests.tools.command import run as run_command
@@ -66,7 +65,7 @@ class Service:
 
     def ended(self, number=signal.SIGTERM):
         """End the service by a signal, wait for its keepers to end, and return its status."""
-        pidfds = [os.pidfd_open(pid) for pid in self.keepers()]
+        pidfds = list(map(os.pidfd_open, self.keepers()))
         self.process.send_signal(number)
         status = self.process.wait(PATIENCE_S)
         for pidfd in pidfds:
@@ -74,15 +73,12 @@ class Service:
             os.close(pidfd)
         return status
 
+    def up(self):
+        return all(self.value("up", place) for place in self.places)
+
     def keepers(self):
-        children = []
-        for pid in processes():
-            try:
-                if int(stat_of(pid)[1]) == self.process.pid:
-                    children.append(pid)
-            except OSError:  # It has ended.
-                continue
-        return children
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        return [int(pid) for task in tasks for pid in task.read_text().split()]
 
     def samples(self):
         with urllib.request.urlopen(self.address) as page:
@@ -111,8 +107,8 @@ async def test_engines_meet_the_keepers_of_a_service_and_its_metrics_show_them(s
         storing, loading = await open_memory(), await open_memory()
         await LENDER.keep(storing, KEYS)
         assert await LENDER.recall(loading, KEYS) == list(map(label, KEYS))
+        wait_until(service.up)
         samples = service.samples()
-        assert service.value("up", pool) == service.value("up", root) == 1
         assert (service.value("sessions", pool), service.value("sessions", root)) == (2, 0)
         assert (service.value("chunks", pool), service.value("evicted_total", pool)) == (len(KEYS), 0)
         assert 0 < service.value("used_bytes", pool) <= service.value("capacity_bytes", pool) == ROOM_BYTES
@@ -135,13 +131,12 @@ async def test_a_killed_keeper_is_started_again_and_its_segments_are_found(servi
     with service:
         first = await open_with(FsBackend, chunk_bytes=CHUNK_BYTES, **given)
         await LENDER.keep(first, KEYS)
-        wait_until(lambda: all(service.value("up", place) for place in service.places))
+        wait_until(service.up)
         for pid in service.keepers():
             os.kill(pid, signal.SIGKILL)
         told = {service.process.stderr.readline() for _ in service.places}
-        assert told == {
-            f"kvtier: {each}: the keeper has ended with status -9; it is started again\n" for each in service.places
-        }
+        said = "the keeper has ended with status -9; it is started again\n"
+        assert told == {f"kvtier: {place}: {said}" for place in service.places}
         second = await open_with(FsBackend, chunk_bytes=CHUNK_BYTES, **given)
         assert await LENDER.recall(second, KEYS) == list(map(label, KEYS))
         assert service.value("up", service.root / meeting.NAME) == 1
@@ -163,9 +158,10 @@ def test_a_keeper_that_engines_have_started_is_named_and_the_services_follows_it
         assert service.process.stderr.readline() == (
             f"kvtier: {pool}: engines have started a keeper; this service's follows when that has ended\n"
         )
-        assert (service.value("up", pool), service.value("up", root)) == (0, 1)
+        wait_until(lambda: service.value("up", root))
+        assert service.value("up", pool) == 0
         connected.close()
-        wait_until(lambda: service.value("up", pool) == 1)
+        wait_until(service.up)
 
 
 def wait_until(true):
@@ -176,7 +172,7 @@ def wait_until(true):
 @pytest.mark.promise("`kvtier serve` is killed")
 def test_keepers_end_with_their_service_however_it_ends(service):
     with service:
-        wait_until(lambda: all(service.value("up", place) for place in service.places))
+        wait_until(service.up)
         assert len(service.keepers()) == 2
         assert service.ended(signal.SIGKILL) == -signal.SIGKILL
 
