@@ -24,7 +24,7 @@ import uvloop
 
 from kvtier import backend as api
 from kvtier.backend import OffloadKey, pack_keys, unpack_keys
-from kvtier.errors import BackendError, ConfigError, KVTierError
+from kvtier.errors import BackendError, ConfigError, KVTierError, Remedy
 from kvtier_backends.fs.disk.capacity import Capacity
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, ChunkFault, Packing
 from kvtier_backends.fs.disk.lanes import start_lanes
@@ -166,7 +166,7 @@ class Session:
     def _done(self, call_id: int, task: asyncio.Task[None]) -> None:
         self._tasks.pop(call_id, None)
         if not task.cancelled() and (error := task.exception()) is not None:  # Not a peer of ours, or a bug.
-            logger.error("%s: its session ends", self.engine, exc_info=error)
+            logger.error("%s: its session ends; see %s", self.engine, Remedy.UNAVAILABLE, exc_info=error)
             self.link.close()
             self._lost()
 
