@@ -115,7 +115,7 @@ class KeptCatalog:
 
     def publish(self, reservation: Reservation, written: Sequence[bool], *, told: bool) -> None:
         self._link.send(wire.End(reservation.id, bytes(written)))
-        if self.is_lost and told:
+        if told and (self.is_lost or self._link.ending):
             raise BackendUnavailable(GONE)
         for position, is_written in zip(reservation.positions, written, strict=True):
             if is_written:

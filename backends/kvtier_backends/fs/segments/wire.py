@@ -137,13 +137,13 @@ class Link:
         self._descriptors: deque[int] = deque()
         self._unsent: deque[tuple[memoryview, int | None]] = deque()
         self._unsent_bytes = 0
-        self._ending = False  # The peer takes no message any more; what it has sent is read to its end.
+        self.ending = False  # The peer takes no message any more; what it has sent is read to its end.
         self._loop.add_reader(connected, self._receive)
         let_go_in_forks(self)
 
     def send(self, message: Message, descriptor: int | None = None) -> None:
         """Send a message, now or when the peer takes it, and close its descriptor."""
-        if self.closed or self._ending:
+        if self.closed or self.ending:
             if descriptor is not None:
                 os.close(descriptor)
             return
@@ -195,7 +195,7 @@ class Link:
                 self._loop.add_writer(self._socket, self._flush)
                 return
             except OSError:
-                self._ending = True
+                self.ending = True
                 self._forget_unsent()
                 break
             for fd in fds:  # The peer has one of its own now.
