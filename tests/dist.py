@@ -46,8 +46,7 @@ class Failed(Exception):
 
 
 def main(dist):
-    archives = [*dist.glob("*.tar.gz"), *dist.glob("*.whl")]
-    wanted = supported()
+    archives, wanted = [*dist.glob("*.tar.gz"), *dist.glob("*.whl")], supported()
     found = pythons(wanted)
     missing = [version for version in wanted if version not in found]
     if missing:
@@ -87,7 +86,6 @@ def candidates(version):
 
 
 def runs(python):
-    """Return a Python's version if it runs and makes environments: version managers leave names that do not."""
     try:
         done = subprocess.run([python, "-I", "-c", RUNS], capture_output=True, text=True, check=False)
     except OSError:
@@ -134,7 +132,6 @@ def tried(trial, folder):
 
 
 def run(command, folder):
-    """Run a command that cannot import from the checkout; return what it printed."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
     done = subprocess.run(command, cwd=folder, env=kept, capture_output=True, text=True, check=False)
     expect(done.returncode == 0, f"{' '.join(command)}: exit status {done.returncode}\n{done.stdout}{done.stderr}")

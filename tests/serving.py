@@ -7,7 +7,6 @@ from prometheus_client import start_http_server
 
 @contextmanager
 def served(registry):
-    """Serve a registry on a free port, as an engine's owner does."""
     server, thread = start_http_server(0, addr="127.0.0.1", registry=registry)
     try:
         yield server.server_port

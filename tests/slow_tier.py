@@ -27,8 +27,7 @@ class SlowTier(Wrapper[SlowOptions]):
 
     def __init__(self, inner, speed):
         super().__init__(inner)
-        self._speed = speed
-        self._free_at = 0.0
+        self._speed, self._free_at = speed, 0.0
 
     @classmethod
     async def open(cls, options, context):
@@ -66,8 +65,6 @@ class SlowingOptions(DummyOptions, frozen=True, kw_only=True):
 
 
 class SlowingDevice(DummyDevice):
-    """A device that needs a multiple of its times for a while."""
-
     def __init__(self, options):
         super().__init__(options)
         self._options = options

@@ -28,7 +28,6 @@ def test_the_inner_lane_imports_no_torch(outside):
 
 
 def run_pytest(*options):
-    """Run pytest in another process, which must succeed; return what it prints."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
     done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout

@@ -80,8 +80,7 @@ def test_a_row_that_does_not_shrink_or_has_waited_too_long_is_stored_unchanged(s
     for row, until, why in ((NOISE, {}, "codec_no_gain"), (BF16, {"code_until": 0.0}, "codec_busy")):
         counts = Totals()
         value = closed(made(codec, counts, **sealing), row, **until)
-        assert len(value) == ROW_BYTES + SEAL_BYTES
-        assert counts.copy() == {why: 1}
+        assert (len(value), counts.copy()) == (ROW_BYTES + SEAL_BYTES, {why: 1})
         assert opened(made("none", **sealing), value) == row
 
 

@@ -150,8 +150,7 @@ def test_a_device_is_never_faster_than_its_figures(latency_s, seconds_per_chunk,
         begun_at = time_s if begun_at is None else begun_at
         booked += chunks
         ends_at = device.load(time_s, [ROW_BYTES] * chunks)
-        alone_s = math.ceil(chunks / slots) * latency_s
-        assert ends_at >= time_s + max(alone_s, chunks * seconds_per_chunk) - 1e-9
+        assert ends_at >= time_s + max(math.ceil(chunks / slots) * latency_s, chunks * seconds_per_chunk) - 1e-9
         if chunks:
             assert ends_at <= begun_at + sum(p for p, _ in calls) + booked * (latency_s + seconds_per_chunk) + 1e-9
             assert ends_at >= begun_at + (latency_s if booked else 0.0) + booked * seconds_per_chunk - 1e-9

@@ -10,8 +10,7 @@ class Service:
     """Fills one buffer of each key, as some do, and takes the first of two that are stored."""
 
     def __init__(self):
-        self.held = {ONE: b"1111", TWO: b"2222"}
-        self.asked = []
+        self.held, self.asked = {ONE: b"1111", TWO: b"2222"}, []
 
     async def load(self, reads):
         self.asked += [read.key for read in reads]

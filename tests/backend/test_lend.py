@@ -26,12 +26,8 @@ async def lanes():
 
 
 class Gate:
-    """A call that says when a thread is in it, and stays there until it is let go."""
-
     def __init__(self):
-        self.entered = threading.Event()
-        self.opened = threading.Event()
-        self.done = False
+        self.entered, self.opened, self.done = threading.Event(), threading.Event(), False
 
     def __call__(self):
         self.entered.set()
@@ -57,7 +53,6 @@ async def turns(count=5):
 
 @pytest.fixture(params=["thread", "task"])
 def lend(request, lanes):
-    """Return a way to lend a buffer to a call: to a thread, or to a client's task."""
     if request.param == "thread":
         return lambda call: in_thread(lanes, call)
     return lambda call: in_task(asyncio.to_thread(call))
@@ -148,8 +143,7 @@ async def test_a_task_cancelled_before_its_first_step_calls_nothing(gate):
 
 
 async def test_a_cancelled_whole_waits_for_the_part_that_runs_and_drops_the_part_that_waits(gate):
-    lanes = Lanes(1, "test")
-    ran = []
+    lanes, ran = Lanes(1, "test"), []
     whole = asyncio.create_task(in_threads(lanes, [gate, lambda: ran.append(2)]))
     await gate.wait_entered()
     whole.cancel()
@@ -214,8 +208,7 @@ async def test_closing_waits_for_running_calls(lanes, gate):
 
 
 async def test_closing_counts_what_its_deadline_left_and_may_be_repeated(gate):
-    lanes = Lanes(2, "test")
-    other = Gate()
+    lanes, other = Lanes(2, "test"), Gate()
     whole = asyncio.create_task(in_threads(lanes, [gate, other]))
     await gate.wait_entered()
     await other.wait_entered()
@@ -240,8 +233,7 @@ async def test_closing_drops_calls_behind_a_hung_one(gate):
     with pytest.raises(BackendClosed):  # Not a cancellation that nobody asked for.
         await through_aiofiles
     gate.opened.set()
-    assert await hung == "through"
-    assert ran == []
+    assert (await hung, ran) == ("through", [])
 
 
 async def test_a_callback_runs_once_when_no_call_is_left(gate):
@@ -286,8 +278,7 @@ print("leaving", flush=True)
 
 
 def test_a_thread_that_outlives_its_loop_ends_quietly(gate, caplog):
-    lanes = Lanes(1, "test")
-    loop = asyncio.new_event_loop()
+    lanes, loop = Lanes(1, "test"), asyncio.new_event_loop()
     call = loop.create_task(in_thread(lanes, gate))
     loop.run_until_complete(gate.wait_entered())
     loop.run_until_complete(loop.shutdown_default_executor())
@@ -312,10 +303,8 @@ class TestCalls:
         running = [asyncio.create_task(sleep_in(calls, seconds)) for seconds in (1, 20, 30)]
         await asyncio.sleep(0)
         assert await calls.close(10) == Abandoned(2)
-        assert await calls.close(0) == Abandoned(2)
-        assert asyncio.get_running_loop().time() == 10
-        assert await calls.close(100) == Abandoned(0)
-        assert asyncio.get_running_loop().time() == 30
+        assert (await calls.close(0), asyncio.get_running_loop().time()) == (Abandoned(2), 10)
+        assert (await calls.close(100), asyncio.get_running_loop().time()) == (Abandoned(0), 30)
         await asyncio.gather(*running)
         with pytest.raises(BackendClosed, match="tier 0:tier"):
             await sleep_in(calls, 1)

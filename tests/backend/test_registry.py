@@ -14,8 +14,6 @@ class Own(DummyBackend):
 
 
 class Shelf:
-    """Classes that lack one thing each."""
-
     Inner = Own
     number = 3
     Forgetful = type("Forgetful", (Own,), {"durability": "host"})
@@ -31,7 +29,6 @@ numbers = itertools.count()
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """Make an importable module of some source text; answers its name, which no other test has used."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def install(source):

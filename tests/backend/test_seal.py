@@ -99,8 +99,7 @@ def test_damage_is_corrupt_and_a_missing_key_is_a_miss():
 
 
 def test_a_cipher_hides_the_row_and_never_repeats_itself(monkeypatch):
-    seal = _with_keys(monkeypatch, NEW)
-    row = chunk(key_of(1), 0, ROW_BYTES)
+    seal, row = _with_keys(monkeypatch, NEW), chunk(key_of(1), 0, ROW_BYTES)
     first, second = _closed(seal, key_of(1)), _closed(seal, key_of(1))
     elsewhere = _closed(_with_keys(monkeypatch, NEW), key_of(1))
     parts = [bytes(sealed[at : at + 32]) for sealed in (first, second, elsewhere) for at in range(0, ROW_BYTES, 32)]

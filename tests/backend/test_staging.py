@@ -35,14 +35,12 @@ async def test_slots_are_page_aligned_apart_and_used_again():
         places = sorted(map(address, slots.views))
     assert all(place % mmap.PAGESIZE == 0 for place in places)
     assert all(other - one >= 5_000 for one, other in pairwise(places))
-    assert await addresses(staging, 4) == set(places)
-    assert staging.retired == 0
+    assert (await addresses(staging, 4), staging.retired) == (set(places), 0)
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, asyncio.CancelledError])
 async def test_a_block_that_fails_or_is_cancelled_has_retired_its_slots(error):
-    staging = Staging("0:tested", 4_096, 2, retired_max=4)
-    used = set()
+    staging, used = Staging("0:tested", 4_096, 2, retired_max=4), set()
 
     async def transfer():
         async with staging.lend(2) as slots:
@@ -77,8 +75,7 @@ async def test_a_waiter_fails_when_no_slot_can_come():
 
 
 async def test_slots_are_lent_first_come_first_served():
-    staging = Staging("0:tested", 4_096, 3, retired_max=0)
-    served = []
+    staging, served = Staging("0:tested", 4_096, 3, retired_max=0), []
 
     async def use(count):
         async with staging.lend(count):

@@ -74,7 +74,6 @@ def instructions(names, valgrind):
 
 
 def multiples(costs):
-    """Return what one operation costs, as multiples of one operation of the calibration."""
     unit = costs[CALIBRATION] / CASES[CALIBRATION].operations
     return {name: cost / CASES[name].operations / unit for name, cost in costs.items()}
 
@@ -100,8 +99,7 @@ def _total(part):
 
 
 def stored(version):
-    found = json.loads(BASELINE.read_text())
-    return found.get("instructions", {}).get(version)
+    return json.loads(BASELINE.read_text()).get("instructions", {}).get(version)
 
 
 def store(version, costs):

@@ -47,8 +47,6 @@ MORE_IS_BETTER = {"requests_per_s", "cached_tokens"}
 
 
 class Stopwatch:
-    """Sums up, step by step, the time spent in a manager's methods, and the CPU time of it."""
-
     def __init__(self, manager):
         self.steps = []
         self._spent = self._cpu = 0.0
@@ -74,9 +72,7 @@ class Stopwatch:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    asked = parser.parse_args()
-    load_before = os.getloadavg()[0]
-    rounds = {"kvtier": [], "vllm": []}
+    asked, load_before, rounds = parser.parse_args(), os.getloadavg()[0], {"kvtier": [], "vllm": []}
     with tempfile.TemporaryDirectory() as folder:
         model = llama(Path(folder))
         for number in range(asked.rounds):
@@ -87,7 +83,6 @@ def main():
 
 
 def one_round(side, model, disk, *, seed):
-    """Serve every mix with one engine whose directory has what is to come from disk."""
     disk.mkdir()
     extra = kvtier(disk) if side == "kvtier" else vllm_tiering(disk)
     seen = prompts(3 * EACH, seed=1_000 + seed)
@@ -114,8 +109,7 @@ def one_round(side, model, disk, *, seed):
 
 def serve(engine, watch, asked):
     """Answer the prompts, so many at once, and wait until nothing is under way; the wait is not counted."""
-    llm_engine = engine.llm.llm_engine
-    waiting = list(enumerate(asked))
+    llm_engine, waiting = engine.llm.llm_engine, list(enumerate(asked))
     begun = {}
     first = {}
     cached, running = 0, 0

@@ -137,8 +137,7 @@ def decode_outcomes():
 
 
 def policy(name, call):
-    kept = policy_class(name)(ROWS)
-    keys = keys_of(ROWS)
+    kept, keys = policy_class(name)(ROWS), keys_of(ROWS)
     for start in range(0, ROWS, KEYS_A_REQUEST):
         kept.insert(keys[start : start + KEYS_A_REQUEST])
 
@@ -154,8 +153,7 @@ def touch(kept, keys):
 
 
 def evict_and_insert(kept, keys):
-    gone = kept.evict(len(keys), lambda key: False)
-    kept.insert(gone)
+    kept.insert(kept.evict(len(keys), lambda key: False))
 
 
 def parts_of(keys):

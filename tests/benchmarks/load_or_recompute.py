@@ -71,8 +71,7 @@ def replayed(case):
     replay = replay_of(case)
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         tally = runner.run(replay.run())
-    stats = replay.stats
-    (tier,) = stats.tiers
+    (tier,) = replay.stats.tiers
     requests = replay.requests
     without = simulate.without_tiering_s(requests, simulate.arrivals_s(requests), replay.servers, replay.block_tokens)
     p50, p99 = np.quantile(replay.times_to_first_token_s, (0.5, 0.99)) / np.quantile(without, (0.5, 0.99))

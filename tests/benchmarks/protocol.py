@@ -43,8 +43,6 @@ class Echo(Bridge):
 
 
 class Caller:
-    """Calls a manager as an LLM engine does, for requests of 32 keys each."""
-
     def __init__(self, manager, end_step, request=str, planned="keys"):
         self.manager, self._end_step, self._request, self._planned = manager, end_step, request, planned
         self._requests = 0
@@ -55,7 +53,6 @@ class Caller:
         return [keys[start : start + KEYS_A_REQUEST] for start in range(0, count, KEYS_A_REQUEST)]
 
     def each(self, batches, call):
-        """Make a request and a step of each batch."""
         for keys in batches:
             request = self._begin()
             call(keys, request)
@@ -77,8 +74,7 @@ class Caller:
             self.manager.lookup(key, request)
 
     def store(self, keys, request):
-        plan = self.manager.prepare_store(keys, request)
-        self.manager.complete_store(getattr(plan, self._planned), request)
+        self.manager.complete_store(getattr(self.manager.prepare_store(keys, request), self._planned), request)
 
     def load(self, keys, request):
         self.manager.touch(keys, request)
@@ -93,8 +89,6 @@ class Caller:
 
 
 class Steps(Caller):
-    """An engine whose rows are never touched."""
-
     def __init__(self, rows=ROWS, tiers=0, *, seed=7):
         limits = TierLimits(store_chunks_in_flight=rows, store_bytes_in_flight=rows * CHUNK_BYTES)
         config = EngineConfig(
@@ -103,8 +97,7 @@ class Steps(Caller):
             secondary_tiers=tuple(TierConfig(type="dummy", limits=limits) for _ in range(tiers)),
             limits=EngineLimits(cascade_share=1.0),
         )
-        self.rows = rows
-        self.bridge = Echo()
+        self.rows, self.bridge = rows, Echo()
         manager = StepManager(config, Region.private(rows, CHUNK_BYTES), self.bridge)
         super().__init__(manager, manager.end_step)
         self._random = random.Random(seed)
@@ -120,7 +113,6 @@ class Steps(Caller):
             self.manager.end_step()
 
     def new_keys(self, count=None):
-        """Return requests of new keys: `count` keys, or enough to fill the primary."""
         return self.random_keys(count or self.rows, self._random)
 
 
@@ -129,8 +121,6 @@ STEP_KEYS = REQUESTS_A_STEP * KEYS_A_REQUEST
 
 
 class Engine(NamedTuple):
-    """A number of tiers, and of keys that each holds besides those of the steps."""
-
     tiers: int
     held: int
 

@@ -58,7 +58,6 @@ def serve(answer):
 
 
 def served(made, *arguments):
-    """Start this program as a server, and return its port."""
     command = [sys.executable, "-m", "tests.benchmarks.remote_rate", *map(str, arguments)]
     process = made.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
     made.callback(process.kill)
@@ -220,7 +219,6 @@ def zero_copy(made, options, rows):
 
 
 def prepared(remote, made, rows, rate):
-    """Start a server. Return the tier's class and options, and its limit."""
     folder = Path(made.enter_context(tempfile.TemporaryDirectory()))
     if remote == "redis":
         from tests.redis.servers import RedisServer
@@ -265,8 +263,7 @@ async def measure(remote, row_bytes, count, rounds, rate, codec):
         for turn in range(-warm, rounds):
             # First, `auto` learns alone. Then in random order: a side overwrites what the one before stored.
             for side in dice.sample(list(sides), len(sides)) if turn >= -1 else ["auto"]:
-                calls = sides[side]
-                for what, call in zip(("put", "get"), calls, strict=True):
+                for what, call in zip(("put", "get"), sides[side], strict=True):
                     began, began_cpu = time.perf_counter(), time.process_time()
                     assert not any(await call() or ())
                     if turn >= 0:
@@ -290,7 +287,6 @@ async def measure(remote, row_bytes, count, rounds, rate, codec):
 
 
 def ratio_of(limit, spent):
-    """Return the median of each round's own ratio to the limit."""
     return statistics.median(best[0] / one[0] for best, one in zip(limit, spent, strict=True))
 
 

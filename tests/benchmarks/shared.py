@@ -94,7 +94,6 @@ class Engines:
         assert [pipe.recv() for pipe in self.pipes] == ["ready"] * engines
 
     def round(self, asked):
-        """Let each engine do what is asked of it; return their seconds and the single ones."""
         for pipe, each in zip(self.pipes, asked, strict=True):
             pipe.send(each)
         return [pipe.recv() for pipe in self.pipes]
@@ -107,7 +106,6 @@ class Engines:
 
 
 def keeper_seconds(folder):
-    """Return the processor time of all keepers of this benchmark."""
     ticks = 0
     for stat in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -154,7 +152,6 @@ def fairness(kind, folder, engines, row_bytes, rounds, chance):
 
 
 async def attach(kind, folder, chunks):
-    """The time until a further engine has attached, and until it knows every chunk."""
     first = await opened(kind, folder, 0, 1, 4_096, "shared", chunks * 8_192 * 2)
     lender = Lender(4_096)
     for keys in (

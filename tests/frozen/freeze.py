@@ -28,12 +28,10 @@ def names():
 
 
 def public(module):
-    """Return the public names of a package that re-exports them, without its modules."""
     return {name for name, value in vars(module).items() if name[0] != "_" and not isinstance(value, ModuleType)}
 
 
 def promises():
-    """Return every promise of the conformance suite, by its class and name."""
     suites = [value for name, value in vars(conformance).items() if name.endswith("Conformance")]
     return sorted({f"{suite.__name__}.{name}" for suite in suites for name in dir(suite) if name.startswith("test_")})
 
@@ -43,7 +41,6 @@ def policies(trace, *options):
 
 
 def replayed(trace, *options):
-    """Return the counts of a simulation with seed 0."""
     report = told("simulate", trace, "--seed", "0", *options)
     return {name: report[name] for name in REPLAYED}
 

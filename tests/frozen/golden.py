@@ -29,7 +29,6 @@ CHUNKS = {make_offload_key(bytes([number]) * 32): bytes([number, 255 - number]) 
 
 
 def config_of(layout, root):
-    """Describe an engine over one tier in this directory."""
     tier = {"type": "fs", "root": str(root), "capacity_bytes": "1MiB", **LAYOUTS[layout]}
     namespace = {"model_name": "org/model"}
     sizes = {"cpu_bytes_to_use": "256KiB", "chunk_bytes": CHUNK_BYTES}

@@ -32,11 +32,13 @@ def say(*words):
     os.write(1, (" ".join(map(str, words)) + "\n").encode())  # Shorter than a pipe's buffer: wholly or not at all.
 
 
+def context_of(asked, engine=None):
+    return TierContext("0:fs", FileMapper(Namespace(model_name="org/model")), asked["row_bytes"], engine=engine)
+
+
 async def opened(asked):
     engine = EngineId(*asked["engine"]) if asked.get("engine") else None
-    mapper = FileMapper(Namespace(model_name="org/model"))
-    context = TierContext("0:fs", mapper, asked["row_bytes"], engine=engine)
-    return await FsBackend.open(FsOptions(root=asked["root"], **asked["options"]), context)
+    return await FsBackend.open(FsOptions(root=asked["root"], **asked["options"]), context_of(asked, engine))
 
 
 async def hammer(asked, seed):
@@ -70,11 +72,7 @@ async def call_on(tier, asked, seed, stored, errors=()):
                 assert {type(outcome).__name__ for outcome in outcomes} <= {"NoneType", "NoSpace", *errors}, outcomes
                 stored[0] += outcomes.count(None)
             elif action < 0.95:
-                for key in batch:
-                    for version in VERSIONS:
-                        lender.chunk(key, version)  # To recognise it.
-                for key, told in zip(batch, await lender.recall(tier, batch), strict=True):
-                    assert told in ("ChunkMissing", *errors, *(label(key, each) for each in VERSIONS)), told
+                await recall_any(tier, lender, batch, errors)
             else:
                 await tier.delete(batch[:2])
         await asyncio.sleep(0)
@@ -147,8 +145,7 @@ async def obey(asked, seed):
 async def opened_shared(asked):
     """Open a shared tier of slots at a root, and one in a pool; while there is no keeper, again."""
     meeting.LINGER_S, kept.ANSWER_S = asked["linger_s"], asked["answer_s"]
-    context = TierContext("0:shared", FileMapper(Namespace(model_name="org/model")), asked["row_bytes"])
-    options = {"shared": True, "capacity_bytes": asked["capacity_bytes"]}
+    context, options = context_of(asked), {"shared": True, "capacity_bytes": asked["capacity_bytes"]}
     of_root = FsOptions(root=asked["root"], layout="segments", **options)
     of_pool = MemoryOptions(pool=asked["pool"], **options)
     tiers = list[FsBackend | MemoryBackend]()
@@ -192,13 +189,12 @@ async def share(asked, seed):
             group.create_task(work(root if worker < 2 else pool, worker, worker < 2))
 
 
-async def recall_any(tier, lender, batch):
-    """Load chunks, and see that each is whole, of its key and of some version."""
+async def recall_any(tier, lender, batch, errors=()):
     for key in batch:
         for version in VERSIONS:
-            lender.chunk(key, version)
+            lender.chunk(key, version)  # To recognise it.
     for key, told in zip(batch, await lender.recall(tier, batch), strict=True):
-        assert told in ("ChunkMissing", *(label(key, version) for version in VERSIONS)), told
+        assert told in ("ChunkMissing", *errors, *(label(key, version) for version in VERSIONS)), told
 
 
 async def halt(asked, seed):
@@ -221,7 +217,6 @@ async def halt(asked, seed):
 
 
 async def fork(asked, seed):
-    """Open the tiers, and fork a process that lives on: say `forked <its pid>`."""
     tiers = await opened_shared(asked)
     if (pid := os.fork()) == 0:
         signal.pause()

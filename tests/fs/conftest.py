@@ -47,7 +47,6 @@ def temporaries(root):
 
 
 def taken_bytes(root):
-    """Return what a tier's folders take, directories and all, as the file system counts it."""
     total = -os.lstat(root).st_blocks
     for folder, _, files in os.walk(root):
         for name in [".", *files]:
@@ -57,7 +56,6 @@ def taken_bytes(root):
 
 
 async def until(true):
-    """Wait for something of which a disk tells nobody."""
     async with asyncio.timeout(DEADLINE_S):
         while not true():
             await asyncio.sleep(0.001)
@@ -70,7 +68,6 @@ async def until_stored(tier, lender, keys):
 
 
 async def until_probed(tier, keys, *, there):
-    """Wait until all of the keys are there, or none."""
     async with asyncio.timeout(DEADLINE_S):
         while list(await tier.probe(keys)) != [there] * len(keys):
             await asyncio.sleep(0.001)
@@ -111,7 +108,6 @@ def lender():
 
 @pytest.fixture
 def root(tmp_path):
-    """A directory that is not there yet."""
     return tmp_path / "tier"
 
 
@@ -159,8 +155,7 @@ async def open_tier(root, mapper, lender, monkeypatch):
 @pytest.fixture
 def stored(open_tier, lender):
     async def stored(keys, **options):
-        tier = await open_tier(**options, holds=keys)
-        assert await tier.aclose(DEADLINE_S) == (0,)
+        assert await (await open_tier(**options, holds=keys)).aclose(DEADLINE_S) == (0,)
 
     return stored
 
@@ -221,12 +216,8 @@ class SystemCall:
     """
 
     def __init__(self, monkeypatch, name, *, sticks=False, error=0, only=lambda *args, **kwargs: True):
-        self.times = 0
-        self._entered = threading.Semaphore(0)
-        self._opened = threading.Event()
-        self._error = error
-        self._only = only
-        self._call = getattr(os, name)
+        self.times, self._entered, self._opened = 0, threading.Semaphore(0), threading.Event()
+        self._error, self._only, self._call = error, only, getattr(os, name)
         if not sticks:
             self._opened.set()
         monkeypatch.setattr(os, name, self)
@@ -260,7 +251,6 @@ class SystemCall:
             assert await asyncio.to_thread(self._entered.acquire, timeout=DEADLINE_S)
 
     async def met_by(self, call):
-        """Start a call, and wait until it has come here."""
         task = asyncio.create_task(call)
         await self.wait_entered()
         return task
@@ -273,8 +263,6 @@ class SystemCall:
 
 @pytest.fixture
 def system_call(request, monkeypatch):
-    """Put a `SystemCall` in place of a function of `os`; nobody sticks beyond the end of the test."""
-
     def system_call(name, **how):
         made = SystemCall(monkeypatch, name, **how)
         request.addfinalizer(made.let_go)
@@ -324,8 +312,6 @@ def mount(request, outside, tmp_path):
 
 
 class FaultyDisk:
-    """A mounted folder, and the process behind it."""
-
     def __init__(self, folder, mountpoint):
         self.path = mountpoint
         command = [sys.executable, str(Path(__file__).with_name("faulty_disk.py")), str(folder), str(mountpoint)]
@@ -341,7 +327,6 @@ class FaultyDisk:
         assert self._server.stdout.readline().strip() == fault
 
     def end(self):
-        """As when its server dies."""
         self._server.kill()
         self._server.communicate()
 
@@ -381,7 +366,6 @@ class Child:
         return line
 
     def until(self, *words):
-        """Return the lines until one that begins with one of these words, which is the last."""
         lines = [self.line()]
         while lines[-1].split()[0] not in words:
             assert lines[-1] != "dead"
@@ -397,7 +381,6 @@ class Child:
         self.pid = int(self.until("child")[-1].split()[1])
 
     def works(self):
-        """Wait until it has stored something since it said so last."""
         stored = int(self.until("done")[-1].split()[1])
         while int(self.until("done")[-1].split()[1]) <= stored:
             pass
@@ -424,8 +407,6 @@ class Child:
 
 @pytest.fixture
 def launch(request, outside, root):
-    """Start processes that work on tiers over `root`; they end with the test."""
-
     def launch(work, **asked):
         child = Child(work, **{"root": str(root), "row_bytes": ROW_BYTES, "options": {}, **asked})
         request.addfinalizer(child.end)

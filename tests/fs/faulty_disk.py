@@ -24,15 +24,10 @@ ATTRIBUTES = struct.Struct("<6Q10I")
 
 
 class Disk:
-    """One mounted folder. Nodes are known by their paths, for as long as it is mounted."""
-
     def __init__(self, folder):
-        self.healthy = threading.Condition()
-        self.fault = "well"
-        self._listed = {}
+        self.healthy, self.fault, self._listed = threading.Condition(), "well", {}
         self._dice, self._errno, self._share = random.Random(), 0, 0.0
-        self._paths = {1: folder}
-        self._nodes = {folder: 1}
+        self._paths, self._nodes = {1: folder}, {folder: 1}
         self._calls = {
             1: self._lookup,
             3: lambda node, _: struct.pack("<QII", 0, 0, 0) + self._attributes(self._paths[node]),
@@ -186,7 +181,6 @@ class Disk:
 
 
 def listen(disk):
-    """Take orders until there are no more, and then end."""
     for line in sys.stdin:
         with disk.healthy:
             disk.fault = line.strip()

@@ -5,8 +5,6 @@ SPAWN = get_context("spawn")  # A fork would inherit a CUDA context that it may 
 
 
 class Child:
-    """A process that runs `work(connection, …)`, seen from its parent."""
-
     def __init__(self, work, *arguments):
         self._connection, theirs = SPAWN.Pipe()
         self.process = SPAWN.Process(target=work, args=(theirs, *arguments), daemon=True)
@@ -17,7 +15,6 @@ class Child:
         self._connection.send(word)
 
     def answer(self):
-        """Return what the child sends next. Raises `EOFError` if it has ended."""
         assert self._connection.poll(ANSWER_S), "the child hangs"
         return self._connection.recv()
 

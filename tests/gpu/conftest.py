@@ -18,7 +18,6 @@ def device():
 
 @pytest.fixture(params=["as transfers choose", "one by one", "modelled"])
 def each_device(request, device, monkeypatch):
-    """The device by both ways to copy, and a modelled one."""
     if request.param == "modelled":
         model(monkeypatch)
         return Modelled()

@@ -21,8 +21,6 @@ SPIN_S = 0.2  # Longer than a thread waits for its turn, unless the machine is v
 
 
 class Stream:
-    """A thread that does what it is told, one thing after the other."""
-
     of_handle: dict[int, "Stream"] = {}  # noqa: RUF012  # As a driver knows them.
 
     def __init__(self, device=None, priority=0):
@@ -94,8 +92,7 @@ class Modelled(TorchDevice):
     def __init__(self):
         super().__init__("cpu")
         self.has_streams = True
-        self.copiers = partial(copiers_with, device=self.place, copy=batches)
-        self.spin_s = SPIN_S
+        self.copiers, self.spin_s = partial(copiers_with, device=self.place, copy=batches), SPIN_S
 
     def launch_late(self, work):
         current().tell(lambda: time.sleep(self.spin_s))  # The kernel that spins: it is what takes the time.

@@ -20,8 +20,6 @@ def test_a_promise_is_kept(promise, check, each_device):
 
 
 def altered(change):
-    """Return copiers whose batches are changed before they reach the device."""
-
     def copy(copies, stream, stable):
         batches(change(copies) if len(copies.sizes) else copies, stream, stable)
 
@@ -29,8 +27,6 @@ def altered(change):
 
 
 class Impatient(CudaCopier):
-    """Begins before the device has finished the work that was launched before the submission."""
-
     def mark(self):
         class Reached:
             def synchronize(self): ...
@@ -39,8 +35,6 @@ class Impatient(CudaCopier):
 
 
 class Hasty(CudaCopier):
-    """Reports the end of a copy when it begins."""
-
     def begin(self, job):
         super().begin(job)
         return lambda: None

@@ -23,7 +23,6 @@ def slots_of(memory, rank):
 
 
 def there_and_back(device, slots, right, groups):
-    """Store known blocks, compare their rows, load them again and compare the blocks."""
     caches = plain_caches(1, len(right), right.shape[1], device.place)
     (cache,) = caches.tensors
     (group,) = groups

@@ -12,8 +12,6 @@ from kvtier.tools.selftest_checks import NotHere, Wrong
 
 @pytest.fixture
 def tested(tmp_path, monkeypatch):
-    """Make these checks in a dry run, and rates of few bytes; return the exit status and the report."""
-
     def tested(*given):
         monkeypatch.setattr(checks, "checks", lambda: [(check.__name__, check) for check in given])
         monkeypatch.setitem(checks.RATE_BYTES, "cpu", 1 << 20)
@@ -66,8 +64,7 @@ def test_json_for_standard_output_goes_there_alone(monkeypatch, capsys):
     monkeypatch.setattr(checks, "checks", list)
     assert run(["selftest", "--device", "cpu", "--json", "-"]) == 0
     shown = capsys.readouterr()
-    assert json.loads(shown.out)["command"] == "kvtier selftest"
-    assert shown.err == ""
+    assert (json.loads(shown.out)["command"], shown.err) == ("kvtier selftest", "")
 
 
 def test_an_absent_or_unknown_device_is_refused(capsys):

@@ -43,8 +43,7 @@ def test_of_many_transfers_at_once_the_later_one_wins(each_device):
     here.fill(1)
     twin.fill(1)
     each_device.synchronize()
-    slots = slot_layout(here.canonical, family.blocks_per_chunk)
-    dice = random.Random(3)
+    slots, dice = slot_layout(here.canonical, family.blocks_per_chunk), random.Random(3)
     with worker_and_rows(each_device, here.canonical, ROWS, family.blocks_per_chunk) as (worker, rows):
         right = rows.copy_(random_bytes(tuple(rows.shape), 2)).clone()
         for number in range(MANY):

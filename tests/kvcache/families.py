@@ -78,7 +78,6 @@ GROUPS = {
 
 
 def family(name, num_blocks):
-    """Return a family's caches of so many blocks; its layers are named by group and place."""
     layers = [
         {f"{number}.{place}": spec for place, spec in enumerate(specs)} for number, specs in enumerate(GROUPS[name])
     ]

@@ -36,8 +36,6 @@ HOW = ("own tensors", "shared tensors", "rows", "rows found again")
 
 
 class Model(NamedTuple):
-    """A model's configuration, how it is allocated, and the chunks it is moved in."""
-
     config: KVCacheConfig
     axes: dict[str, CacheAxes]
     how: str
@@ -64,12 +62,10 @@ class Model(NamedTuple):
 @st.composite
 def models(draw):
     """Models of one to four groups: kinds of layers, padding, orders of axes, sharing and splits into kernel blocks."""
-    how = draw(st.sampled_from(HOW))
-    num_blocks = draw(st.integers(4, 9))
+    how, num_blocks = draw(st.sampled_from(HOW)), draw(st.integers(4, 9))
     block_size = draw(st.sampled_from([2, 4, 6]))
     kernel_blocks = draw(st.sampled_from([1, 2])) if how != "shared tensors" else 1
-    drawn = []
-    axes = {}
+    drawn, axes = [], {}
     for group in range(draw(st.integers(1, 4))):
         kind = draw(st.sampled_from(["heads", "latent", "state", "differing"]))
         if kind == "state" and kernel_blocks > 1:
@@ -90,8 +86,7 @@ def models(draw):
         drawn = [{name: _widened(spec, page_bytes) for name, spec in group.items()} for group in drawn]
     kernel_block_size = block_size // kernel_blocks if kernel_blocks > 1 else None
     groups = tuple(KVCacheGroup(layers=layers, kernel_block_size=kernel_block_size) for layers in drawn)
-    config = KVCacheConfig(num_blocks=num_blocks, groups=groups)
-    return Model(config, axes, how, draw(st.integers(1, 4)))
+    return Model(KVCacheConfig(num_blocks=num_blocks, groups=groups), axes, how, draw(st.integers(1, 4)))
 
 
 @st.composite
@@ -103,8 +98,7 @@ def specs(draw, kind, block_size):
     size = draw(st.sampled_from([4, 8]))
     if kind == "latent":
         return AttentionSpec(block_size=block_size, num_kv_heads=1, head_size=size, head_size_v=0, dtype=dtype)
-    heads = draw(st.integers(1, 3))
-    return AttentionSpec(block_size=block_size, num_kv_heads=heads, head_size=size, dtype=dtype)
+    return AttentionSpec(block_size=block_size, num_kv_heads=draw(st.integers(1, 3)), head_size=size, dtype=dtype)
 
 
 def _padded(spec, padding):
@@ -119,8 +113,7 @@ def _widened(spec, page_bytes):
 def requests(draw, config, blocks_per_chunk, num_rows):
     """Some of the blocks for each group, none for two of them, from any place in a chunk on, in any rows."""
     blocks = draw(st.permutations(range(config.num_blocks)))
-    rows = draw(st.permutations(range(num_rows)))
-    groups = list[GroupBlocks]()
+    rows, groups = draw(st.permutations(range(num_rows))), list[GroupBlocks]()
     for _ in config.groups:
         count = draw(st.integers(0, len(blocks)))
         first_block = draw(st.integers(0, 2 * blocks_per_chunk))

@@ -106,8 +106,7 @@ def moved(move, direction, pages, slots, layers):
 def test_runs_are_assigned_and_scattered_pages_moved_one_by_one_or_in_tiles(scattered, blocks_per_chunk, monkeypatch):
     """Bytes are the same whichever way is taken: the limits between them are moved so that each is."""
     chunks, page_bytes = 8, 64
-    count = chunks * blocks_per_chunk
-    random = np.random.default_rng(7)
+    count, random = chunks * blocks_per_chunk, np.random.default_rng(7)
     blocks = random.permutation(count) if scattered in ("blocks", "both") else np.arange(count)
     rows = random.permutation(2 * chunks)[:chunks] if scattered in ("rows", "both") else np.arange(3, 3 + chunks)
     cache = torch.empty((count, page_bytes), dtype=torch.int8)
@@ -163,8 +162,7 @@ def test_neighbours_on_both_sides_are_one_copy():
 @pytest.mark.parametrize("direction", Direction)
 def test_no_copy_reaches_from_one_row_into_the_next(direction):
     """Rows are pinned in slices: a copy over two of them is refused, and rows that are neighbours may lie in two."""
-    memory = torch.zeros((6, 64), dtype=torch.int8)
-    caches = CanonicalKVCaches((memory,), ((DataRef(0, 64),),))
+    caches = CanonicalKVCaches((torch.zeros((6, 64), dtype=torch.int8),), ((DataRef(0, 64),),))
     slots = torch.zeros((3, 128), dtype=torch.int8)
     pages = pages_of(GroupBlocks(range(6), range(3)), 2, num_blocks=6, num_rows=3)
     copies = descriptors(
@@ -174,8 +172,7 @@ def test_no_copy_reaches_from_one_row_into_the_next(direction):
 
 
 def test_layers_of_one_allocation_are_one_piece():
-    memory = torch.zeros((40, 6, 64), dtype=torch.int8)
-    caches = CanonicalKVCaches(tuple(memory.unbind(0)), ((),))
+    caches = CanonicalKVCaches(tuple(torch.zeros((40, 6, 64), dtype=torch.int8).unbind(0)), ((),))
     refs = tuple(DataRef(layer, 64) for layer in range(40))
     (pieces,) = pieces_of(caches._replace(groups=(refs,)), slot_layout(caches, 2))
     assert [piece.repeats for piece in pieces] == [((40, 6 * 64, 2 * 64),)]

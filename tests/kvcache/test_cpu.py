@@ -18,8 +18,7 @@ class HostRegistry:
     """Registers memory by CUDA's rules, up to a limit: nothing twice, and nothing freed that is not registered."""
 
     def __init__(self, limit_bytes=1 << 62):
-        self.limit_bytes = limit_bytes
-        self.ranges = {}
+        self.limit_bytes, self.ranges = limit_bytes, {}
 
     def cudaHostRegister(self, address, size_bytes, flags, /):  # noqa: N802
         assert not any(start < address + size_bytes and address < start + size for start, size in self.ranges.items())

@@ -110,7 +110,6 @@ def find(runtime, patch):
 
 @pytest.fixture
 def sides():
-    """Five pages, and five rows of one."""
     cache, slots = torch.arange(80, dtype=torch.int8).view(5, 16), torch.zeros((5, 16), dtype=torch.int8)
     return Sides(((Piece(cache, 0, 16, 0, 16, 16, ()),),), slots, 1, 5)
 

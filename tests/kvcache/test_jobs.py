@@ -52,8 +52,7 @@ def test_a_store_waits_for_an_earlier_load_of_its_blocks(jobs):
     load = jobs.take([Direction.LOAD], wait=False)
     assert jobs.take([Direction.STORE], wait=False) is None  # Begun is not done.
     jobs.finish(load, None)
-    store = jobs.take([Direction.STORE], wait=False)
-    assert store.job_id == 1
+    assert jobs.take([Direction.STORE], wait=False).job_id == 1
 
 
 def test_transfers_of_one_way_begin_without_waiting_for_each_other(jobs):
@@ -85,8 +84,7 @@ def test_a_result_says_what_ended_how_long_it_took_and_how(jobs):
     error = TransferFailed("store 1: the device is lost")
     for number, direction in enumerate(BOTH):
         jobs.submit(job(number, direction))
-        taken = jobs.take(BOTH, wait=False)
-        jobs.finish(taken, error if number else None)
+        jobs.finish(jobs.take(BOTH, wait=False), error if number else None)
     assert jobs.poll() == [
         TransferResult(0, Direction.LOAD, 100, 1.0, None),
         TransferResult(1, Direction.STORE, 101, 1.0, error),

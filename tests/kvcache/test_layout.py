@@ -147,14 +147,12 @@ def test_a_storage_that_ends_with_its_last_page_does_so_without_that_ones_paddin
     padded = attention(padded_page_bytes=PAGE_BYTES + 32)
     base = memory((PAGE_BYTES + 32) * BLOCKS - 32)
     cache = cache_view(base, padded, KV_JOINED_NHD, BLOCKS, block_stride_bytes=PAGE_BYTES + 32)
-    found = places(pages_in(cache, padded, KV_JOINED_NHD), base)
-    assert found == [(0, (BLOCKS, PAGE_BYTES), (PAGE_BYTES + 32, 1))]
+    assert places(pages_in(cache, padded, KV_JOINED_NHD), base) == [(0, (BLOCKS, PAGE_BYTES), (PAGE_BYTES + 32, 1))]
 
 
 @pytest.mark.parametrize("num_blocks", [BLOCKS, 1])
 def test_layers_over_the_same_bytes_share_a_tensor(num_blocks):
-    other = attention(4, head_size=4)
-    base = memory(PAGE_BYTES * num_blocks)
+    other, base = attention(4, head_size=4), memory(PAGE_BYTES * num_blocks)
     caches = {
         "a": cache_view(base, ATTENTION, KV_JOINED_HND, num_blocks),
         "w": cache_view(base, other, KV_SPLIT_NHD, num_blocks),
@@ -221,8 +219,7 @@ def parted(spec, axes, shape, strides, message):
 
 
 def behind(spec, found, caches, allocations=1):
-    message = f"states with strides {found} in {allocations} allocations do not share one page a block"
-    return spec, None, caches, message
+    return spec, None, caches, f"states with strides {found} in {allocations} allocations do not share one page a block"
 
 
 TWO = states((6,), (6,))
@@ -302,8 +299,7 @@ def shapes_in(layers):
 
 def test_equal_pages_make_rows_of_pages_times_layers():
     config = config_of(dict.fromkeys("ab", ATTENTION), dict.fromkeys("wx", ATTENTION), num_blocks=3)
-    axes = {"a": KV_JOINED_NHD, "b": KV_JOINED_HND, "w": KV_SPLIT_HND, "x": KV_JOINED_NHD}
-    made = allocate_rows(config, axes)
+    made = allocate_rows(config, {"a": KV_JOINED_NHD, "b": KV_JOINED_HND, "w": KV_SPLIT_HND, "x": KV_JOINED_NHD})
     assert (made.rows.dtype, made.rows.shape) == (torch.int8, (3, 2 * 256))
     assert made.canonical.tensors == (made.rows,)
     assert made.canonical.groups == (((0, 512, ("a", "b"), None),), ((0, 512, ("w", "x"), None),))

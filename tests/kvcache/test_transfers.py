@@ -31,7 +31,6 @@ ONE_DEVICE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture
 
 @pytest.fixture
 def every_way(monkeypatch):
-    """Move the limits between ways to copy to where each is taken by some small models."""
     monkeypatch.setattr(strided, "RUN_BYTES_MIN", 100)
     monkeypatch.setattr(strided, "MEMMOVE_BYTES_MIN", 64)
     monkeypatch.setattr(strided, "CALL_BYTES_MAX", 150)
@@ -128,8 +127,7 @@ REQUEST = [GroupBlocks([4, 1, 3], [2, 0], 1), GroupBlocks([0, 5], [4], 0)]  # Fr
 
 def worker_of(tp_size, rank, device):
     """Return the caches of one of so many workers: two layers' heads, and a latent layer in the other group."""
-    own = HEADS // tp_size * HEAD_BYTES
-    whole = TOKENS * HEADS * HEAD_BYTES
+    own, whole = HEADS // tp_size * HEAD_BYTES, TOKENS * HEADS * HEAD_BYTES
     runs = (PageRun(0, rank * own, own, TOKENS, own, HEADS * HEAD_BYTES),)
     heads = PageMapping(canonical_page_size_bytes=whole, runs=runs)
     latent = PageMapping(
@@ -145,8 +143,7 @@ def worker_of(tp_size, rank, device):
 
 
 def parts_of(tp_size, rank):
-    own = HEADS // tp_size
-    dice = np.random.default_rng(1)
+    own, dice = HEADS // tp_size, np.random.default_rng(1)
     tables = [
         torch.from_numpy(dice.integers(-128, 128, (BLOCKS, TOKENS, HEADS, HEAD_BYTES), dtype=np.int8)) for _ in range(2)
     ]
@@ -181,8 +178,7 @@ def test_rows_written_by_some_workers_are_read_by_any_others(writers, device):
             with TransferWorker(caches, rows, blocks_per_chunk=2, canonical=True) as worker:
                 worker.submit_load(1, REQUEST)
             for number, (tensor, part) in enumerate(zip(caches.tensors, parts_of(readers, rank), strict=True)):
-                expected = torch.zeros_like(part)
-                blocks = list(REQUEST[number // 2].blocks)
+                expected, blocks = torch.zeros_like(part), list(REQUEST[number // 2].blocks)
                 expected[blocks] = part[blocks]
                 assert torch.equal(tensor.cpu(), expected)
 
@@ -300,8 +296,6 @@ def test_caches_on_several_devices_or_on_an_unknown_one_are_refused():
 
 
 class Failing:
-    """A copier that fails to begin some transfers, and to end the second."""
-
     directions = (Direction.LOAD, Direction.STORE)
     ahead = 2
     at_begin = {1: RuntimeError("no stream"), 4: MemoryError("no room for addresses"), 5: IndexError("no such page")}  # noqa: RUF012

@@ -59,7 +59,6 @@ def small_tmpfs(outside, tmp_path):
 
 @pytest.fixture
 def no_descriptor_left():
-    """Fail the test if it ends with a file descriptor more or less than it began with."""
     before = set(os.listdir("/proc/self/fd"))
     yield
     assert set(os.listdir("/proc/self/fd")) == before

@@ -81,7 +81,6 @@ def address(view):
 
 
 def resident(region):
-    """Return 1 for each page in memory, else 0."""
     pages = (ctypes.c_ubyte * (region.rows * region.row_bytes // 4096))()
     start = ctypes.c_void_p(address(region.view))
     assert ctypes.CDLL(None).mincore(start, ctypes.c_size_t(region.rows * region.row_bytes), pages) == 0
@@ -225,7 +224,6 @@ def test_a_region_over_the_callers_memory():
         region.row(1)[:] = b"\x07" * 4_096
         assert region.row(2) == bytes(4_096)
         assert region.fd is None
-    assert memory[1, 0] == 7
-    assert memory[2, 0] == 0
+    assert (memory[1, 0], memory[2, 0]) == (7, 0)
     with pytest.raises(ConfigError, match="4 rows of 4,096 bytes expected in 12,288 bytes"):
         Region.over(memory, 4, 4_096)

@@ -208,7 +208,6 @@ def test_an_impossible_participant_is_refused(participant, participants, shm_pat
 
 
 def owned(path, participants, **fields):
-    """Join as the last participant, which starts only with all others."""
     return Region.shared(path, 8, ROW_BYTES, participant=participants - 1, participants=participants, **fields)
 
 

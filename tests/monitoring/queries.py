@@ -40,7 +40,6 @@ class Query(NamedTuple):
         return re.sub(r"\$(\w+)", lambda found: VARIABLES[found[1]], self.expr)
 
     def selectors(self):
-        """Yield every metric with its matchers: a label, an operator and a value."""
         for name, matchers in re.findall(r"\b(kvtier_\w+)(?:\{([^}]*)\})?", self.expr):
             yield name, re.findall(r'(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"', matchers)
 

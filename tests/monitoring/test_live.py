@@ -23,7 +23,6 @@ OFFERED, NEVER_PUT = 1 << 30, 1 << 40  # Numbers of chunks, apart from those of 
 
 @contextmanager
 def scraping(program, port, folder):
-    """Run a Prometheus that scrapes this port ten times a second; give its address."""
     config = {
         "global": {"scrape_interval": "100ms", "scrape_timeout": "100ms", "evaluation_interval": "1s"},
         "rule_files": [str(EXAMPLES / "alerts.yaml")],

@@ -97,7 +97,6 @@ def opened(prefix, pool, shared_clients, monkeypatch, open_with):
 
 @pytest.fixture
 def opened_alone(prefix, open_with, monkeypatch):
-    """Open tiers with clients of their own, on pools that belong to the test."""
     monkeypatch.setattr("tests.testing.suites.CLOSE_S", 0.0)
 
     async def opened_alone(pool, **fields):

@@ -15,8 +15,7 @@ OWNER_BYTES = 256 << 20
 
 def folder():
     """Return where the programs are: the commands on the path start Python first."""
-    found = importlib.util.find_spec("mooncake")
-    return Path(found.submodule_search_locations[0])
+    return Path(importlib.util.find_spec("mooncake").submodule_search_locations[0])
 
 
 class Program(ServerProcess):
@@ -26,9 +25,7 @@ class Program(ServerProcess):
 
 class Pool:
     def __init__(self, place, *, client_ttl_s=10, lease_s=1):
-        self._place = place
-        self._lease_s = lease_s
-        self._client_ttl_s = client_ttl_s
+        self._place, self._lease_s, self._client_ttl_s = place, lease_s, client_ttl_s
         self.port, self._metrics_port = free_port(), free_port()
         self.address = f"127.0.0.1:{self.port}"
         self.owners = []

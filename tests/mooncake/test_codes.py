@@ -12,12 +12,8 @@ from tests.remote.tiers import CHUNK_BYTES
 
 
 class Answers(PoolClient):
-    """A client that asks nobody, and has one answer."""
-
     def __init__(self, code, removal=0):
-        self._code = code
-        self._removal = removal
-        self.removed = []
+        self._code, self._removal, self.removed = code, removal, []
 
     def get(self, names, addresses, size_bytes):
         return [self._code] * len(names)

@@ -28,7 +28,6 @@ LARGE_BYTES = 1 << 20  # What takes more than one read of a socket.
 
 @pytest.fixture
 def entered(monkeypatch):
-    """Count how often Mooncake's own calls are entered."""
     counts = Counter[str]()
 
     def counted(name):
@@ -46,8 +45,6 @@ def entered(monkeypatch):
 
 
 class Alone(NamedTuple):
-    """A pool with an owner and a tier of its own, which holds the keys."""
-
     pool: Pool
     owner: Program
     tier: MooncakeBackend
@@ -154,8 +151,7 @@ async def test_a_hung_call_delays_no_load_of_other_chunks(alone, opened_alone, l
 async def test_a_late_call_that_ends_well_after_all_gives_its_memory_back(own_pool, opened_alone, lender):
     """Its slots are retired, and as often as an owner hangs there are more of them."""
     pool, keys = own_pool(client_ttl_s=60), keys_of(16)
-    owner = pool.add_owner()
-    tier = await opened_alone(pool, timeout_s=0.3)
+    owner, tier = pool.add_owner(), await opened_alone(pool, timeout_s=0.3)
     writes = lender.writes(keys)
     owner.signal(signal.SIGSTOP)
     assert {type(outcome) for outcome in await tier.store(writes)} == {TransferFailed}

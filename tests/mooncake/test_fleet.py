@@ -46,12 +46,10 @@ def start(command, programs, log, **changed):
     given = dict(argument.removeprefix("--").split("=", 1) for argument in arguments)
     assert changed.keys() <= given.keys()
     flags = [f"--{name}={value}" for name, value in (given | changed).items()]
-    started = Program(log, folder() / program, *flags, MC_TCP_BIND_ADDRESS="127.0.0.1")
-    programs.callback(started.kill)
+    programs.callback(Program(log, folder() / program, *flags, MC_TCP_BIND_ADDRESS="127.0.0.1").kill)
 
 
 def healthy(port):
-    """Ask as the examples' probes do."""
     with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10) as answer:
         return bool(answer.status == 200)
     return False

@@ -49,7 +49,6 @@ def folder():
 
 @pytest.fixture
 def on_server(file_server, folder):
-    """Where that is for the server."""
     return file_server.export / folder
 
 

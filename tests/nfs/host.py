@@ -41,12 +41,8 @@ def kind(outcome):
 
 
 class Host:
-    """What a guest can be told to do."""
-
     def __init__(self):
-        self._tiers = {}
-        self._lenders = {}
-        self._engines = {}
+        self._tiers, self._lenders, self._engines = {}, {}, {}
         self._held = []
 
     async def mount(self, name, source, options):
@@ -77,7 +73,6 @@ class Host:
         return Counter(map(kind, await self._tiers[name].store(writes)))
 
     async def load(self, name, first, count):
-        """Load chunks by their numbers; count the outcomes: `whole`, `wrong`, or what the error is."""
         lender, keys = self._lender(name), keys_of(count, first)
         return await self._load(self._tiers[name], lender, keys)
 
@@ -88,15 +83,13 @@ class Host:
         return self._tiers[name].counts()
 
     async def page(self, name):
-        page = self._tiers[name]._lives.now.layout._tier.root.shared_page
-        return await asyncio.to_thread(page.taken)
+        return await asyncio.to_thread(self._tiers[name]._lives.now.layout._tier.root.shared_page.taken)
 
     async def write_uses(self, name):
         """Have the times of chunks that were used be written down, as is done every ten seconds."""
         await self._tiers[name]._layout._eviction.stamps.write()
 
     async def hold_page(self, mount, path):
-        """Take the lock of a shared page, and keep it."""
         self._held.append(os.open(f"{mounted_at(mount)}/{path}", os.O_RDWR))
         wanted = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, PAGE_LOCK, 1, 0)
         await asyncio.to_thread(fcntl.fcntl, self._held[-1], fcntl.F_OFD_SETLKW, wanted)
@@ -145,7 +138,6 @@ class Host:
         )
 
     async def open_engine(self, name, mount, folder, rows, *, runner, **fields):
-        """Open an engine with one tier: `tier` has what is said of it, the other fields are the engine's."""
         tier = {"type": "fs", "root": f"{mounted_at(mount)}/{folder}", **fields.pop("tier")}
         self._engines[name] = await TieringOffloadingManager.open(describe(rows, tier, runner=runner, **fields))
 
@@ -153,7 +145,6 @@ class Host:
         return await put(self._engines[name], range(first, first + count))
 
     async def found(self, name, first, count):
-        """Fetch, hold every byte against what was put, and return how many leading chunks came."""
         return await found(self._engines[name], range(first, first + count))
 
     async def is_at_rest(self, name):
@@ -177,7 +168,6 @@ class Host:
         return await self._engines.pop(name).aclose(deadline_s)
 
     def _lender(self, name):
-        """Have rows of earlier calls go, as far as nobody has them."""
         gc.collect()
         self._lenders[name].take_back()
         return self._lenders[name]

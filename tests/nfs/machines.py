@@ -68,8 +68,7 @@ class FileServer:
     def __init__(self, folder):
         self.export = folder / "export"
         self.export.mkdir()
-        self._folder = folder
-        self._process = None
+        self._folder, self._process = folder, None
 
     def start(self, *, graceless=False):
         """Start, and return when clients are answered."""
@@ -130,16 +129,14 @@ class Guest:
         """Give it a plug, and the address `number` places after the server's."""
         self.name = f"host{number}"
         self._tap = f"kvt{number}"
-        self._number = number
-        self._log = folder / f"{self.name}.log"
+        self._number, self._log = number, folder / f"{self.name}.log"
         network.tap(self._tap)
         self._listening = socket.create_server((TALK, 0))
         self._listening.settimeout(PATIENCE_S)
         self._process = None
 
     def boot(self):
-        self._calls = {}
-        self._numbers = count()
+        self._calls, self._numbers = {}, count()
         words = {
             "NAME": self.name,
             "ADDRESS": SERVER.removesuffix("1") + str(1 + self._number),

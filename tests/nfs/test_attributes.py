@@ -28,8 +28,7 @@ def test_what_another_host_has_used_is_spared(guests, open_tier, on_server, acti
     one, other = guests
     how = {"actimeo": actimeo}
     first = open_tier(one, ROW_BYTES, how=how, **OPTIONS)
-    assert one.call("store", first, 0, 64) == {"whole": 64}
-    assert one.call("close", first) == 0
+    assert (one.call("store", first, 0, 64), one.call("close", first)) == ({"whole": 64}, 0)
     make_old(on_server, 64)
     names = [open_tier(guest, ROW_BYTES, how=how, **OPTIONS) for guest in guests]
     for guest, name in zip(guests, names, strict=True):

@@ -51,7 +51,6 @@ def environment(monkeypatch):
 
 @pytest.fixture
 def own_server(request, outside, tmp_path):
-    """Start servers that belong to the test."""
     from tests.object.servers import MotoServer
 
     def own_server(**fields):

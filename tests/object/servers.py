@@ -29,8 +29,7 @@ class S3Server:
     page_keys = 1_000
 
     def __init__(self, endpoint, credentials):
-        self.endpoint = endpoint
-        self.port = int(endpoint.rpartition(":")[2])
+        self.endpoint, self.port = endpoint, int(endpoint.rpartition(":")[2])
         self.access_key, self.secret_key = (
             credentials[f"AWS_{name}"] for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY")
         )
@@ -58,7 +57,6 @@ class S3Server:
         return cls(endpoint, os.environ)
 
     def write_credentials(self, path):
-        """Write its keys to a file, as AWS's own tools read them; return the path."""
         path.write_text(
             f"[default]\naws_access_key_id = {self.access_key}\naws_secret_access_key = {self.secret_key}\n"
         )

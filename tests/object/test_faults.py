@@ -25,8 +25,7 @@ VERSION_AT, SUM_BYTES = 24, 8  # In a seal; the sum is at its end.
 @pytest.mark.parametrize("seal", ["no base64!", "AAAA", base64.b64encode(bytes(SEAL_BYTES)).decode()])
 async def test_an_object_with_an_unreadable_seal_is_corrupt_and_replaced(opened, server, bucket, stored, lender, seal):
     tier, (key,) = await kept(lender, opened(), 1)
-    name = stored.name(key)
-    server.put(bucket, name, bytes(CHUNK_BYTES), {SEAL_NAME: seal})
+    server.put(bucket, stored.name(key), bytes(CHUNK_BYTES), {SEAL_NAME: seal})
     assert await lender.recall(tier, [key]) == ["ChunkCorrupt"]
     assert tier.counts() == {"corrupt_foreign": 1}
     await lender.keep(tier, [key])
@@ -122,8 +121,7 @@ async def test_another_hosts_stores_are_found_and_its_deletions_are_one_miss(ope
         assert await lender.recall(ours, keys) == ["ChunkMissing"] * 2 + [label(keys[2])]
         told.append(await anext(events))
     assert ([type(event) for event in told], set(told[0].keys)) == ([Added, ScanDone, Removed], set(keys))
-    assert set(told[2].keys) == set(keys[:2])
-    assert await ours.probe(keys) == [False, False, True]
+    assert (set(told[2].keys), await ours.probe(keys)) == (set(keys[:2]), [False, False, True])
 
 
 async def test_a_missing_chunk_is_not_asked_for_again_for_absent_ttl_s(opened, proxy, lender):
@@ -165,7 +163,6 @@ async def test_a_removed_bucket_costs_hits_until_it_is_back(opened, server, buck
 
 
 def deny(server, after):
-    """Set the number of requests that a private server accepts without authentication."""
     address, plain = f"{server.endpoint}/moto-api/reset-auth", {"Content-Type": "text/plain"}
     asked = urllib.request.Request(address, str(after).encode(), plain, method="POST")
     urllib.request.urlopen(asked, timeout=PATIENCE_S).close()
@@ -199,7 +196,6 @@ async def test_missing_credentials_are_a_config_error_at_the_start(opened, proxy
 
 
 def says(status, code):
-    """Return a proxy's `reply` that answers with an error."""
     body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>So it is.</Message></Error>"
     reply = f"HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
     return lambda passed: reply if passed.startswith(b"HTTP/") else b""
@@ -245,8 +241,7 @@ async def test_a_store_that_is_busy_for_a_moment_is_retried(opened, proxy, lende
     await lender.keep(tier, keys)
     left = [True]
     proxy.reply = lambda passed: busy(passed) if passed.startswith(b"HTTP/") and left and left.pop() else passed
-    assert await lender.recall(tier, keys[:1]) == [label(keys[0])]
-    assert tier.counts() == {}
+    assert (await lender.recall(tier, keys[:1]), tier.counts()) == ([label(keys[0])], {})
 
 
 @pytest.mark.parametrize("operation", ["load", "store", "probe"])

@@ -16,9 +16,7 @@ class NaiveRun:
     """Keys, head first, of which it owns those that name it as their owner."""
 
     def __init__(self, keys, opened_at):
-        self.keys = list(keys)
-        self.size = len(keys)
-        self.opened_at = opened_at
+        self.keys, self.size, self.opened_at = list(keys), len(keys), opened_at
         self.turn = self.pause = self.shared = 0
         self.path = None  # None while it is open.
         self.step = self.born = 0
@@ -31,11 +29,8 @@ class NaiveStatistics:
     def __init__(self):
         self.now = 0
         self.runs = self.keys = 0.0
-        self.known = [()]
-        self.hits = {(): [0.0] * STEPS}
-        self.risks = {(): [0.0] * STEPS}
-        self.chances = {}
-        self.worth = {}
+        self.known, self.hits, self.risks = [()], {(): [0.0] * STEPS}, {(): [0.0] * STEPS}
+        self.chances, self.worth = {}, {}
 
     def count(self, path, step, keys, *, hit):
         for length in range(len(path) + 1):
@@ -74,7 +69,6 @@ class NaiveStatistics:
         return [(counts[max(0, at - 1)] + 2 * counts[at] + counts[min(last, at + 1)]) / 4 for at in range(len(counts))]
 
     def best_ratio(self, chances, begin):
-        """Try every horizon."""
         best = hits = wait = 0.0
         survival = 1.0
         for step in range(begin, STEPS):
@@ -97,15 +91,10 @@ class NaiveDensity(Policy[Any]):
     """One list of runs, searched from end to end by every call."""
 
     def __init__(self, capacity, *, warm_up_requests=512):
-        self.capacity = capacity
-        self.warm_up_requests = warm_up_requests
-        self.owner = {}
-        self.open = []
-        self.given_up = 0
+        self.capacity, self.warm_up_requests, self.owner = capacity, warm_up_requests, {}
+        self.open, self.given_up = [], 0
         self.settled = []  # In the order in which they began to age, as are ghosts.
-        self.ghosts = []
-        self.statistics = NaiveStatistics()
-        self.entries = 0
+        self.ghosts, self.statistics, self.entries = [], NaiveStatistics(), 0
         self.classes = Classes()
 
     def owned(self, run):
@@ -139,8 +128,7 @@ class NaiveDensity(Policy[Any]):
     def touch(self, keys):
         if not keys:
             return
-        run = NaiveRun(keys, self.statistics.now)
-        deepest = self.owner[keys[-1]]
+        run, deepest = NaiveRun(keys, self.statistics.now), self.owner[keys[-1]]
         mine = [key for key in keys if self.owner[key] is deepest]
         goes_on = deepest.path is not None and not deepest.shared and len(self.owned(deepest)) - len(mine) <= 1
         if goes_on:
@@ -170,8 +158,7 @@ class NaiveDensity(Policy[Any]):
         if hint is None:
             self.end(keys, ())
             return
-        self.warm_up_requests = min(self.warm_up_requests, 128)
-        said = []
+        self.warm_up_requests, said = min(self.warm_up_requests, 128), []
         number = self.classes.number(hint.class_)[0] if hint.class_ else None
         if number is not None:
             said.append(("class", number))

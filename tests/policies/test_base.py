@@ -143,9 +143,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
 
 def drained(policy):
-    """Return all keys in eviction order, and leave the policy as it is."""
-    policy = copy.deepcopy(policy)
-    order = []
+    policy, order = copy.deepcopy(policy), []
     while victims := policy.evict(1, none_kept):
         order += victims
     return order

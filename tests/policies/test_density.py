@@ -12,8 +12,7 @@ RESIDENT = 300
 
 def test_a_frequent_name_becomes_a_class_and_keeps_its_number():
     classes = Classes()
-    answers = [classes.number("agent")[0] for _ in range(OFTEN + 2)]
-    assert answers == [None] * (OFTEN - 1) + [0, 0, 0]
+    assert [classes.number("agent")[0] for _ in range(OFTEN + 2)] == [None] * (OFTEN - 1) + [0, 0, 0]
 
 
 def test_made_up_names_become_no_classes():
@@ -42,16 +41,14 @@ def test_a_class_unused_for_long_is_replaced():
 def test_the_number_of_labels_is_bounded_whatever_clients_send(monkeypatch):
     """Every class and every expected time could be told apart from every other, by every turn and pause."""
     monkeypatch.setattr("kvtier.policies.returns.LABELS_MAX", 128)
-    dice = random.Random(1)
-    order = DensityOrder(ROWS, list(range(ROWS)), numbers=ROWS)
+    dice, order = random.Random(1), DensityOrder(ROWS, list(range(ROWS)), numbers=ROWS)
     order.insert(range(ROWS))
     for _ in range(2_000):
         first = dice.randrange(ROWS)
         keys = range(first, dice.randint(first + 1, ROWS))
         order.touch(keys)
         order.rank(keys, Hint(returns_in_s=10 ** dice.uniform(0, 6), class_=f"client {dice.randrange(60)}"))
-    labels = order._returns._labels
-    assert 128 <= len(labels) <= 128 + 300
+    assert 128 <= len(order._returns._labels) <= 128 + 300
     assert order.evict(ROWS, lambda key: 0) is not None
 
 
@@ -64,5 +61,4 @@ def test_an_order_that_is_never_ranked_forgets_evicted_runs_and_stays_an_lru(mon
     for call in range(8 * RESIDENT):
         assert order.evict(1, lambda key: 0) == [call % RESIDENT]
         order.insert([call % RESIDENT])
-    remembered = sum(map(len, order._aging))
-    assert remembered < 2 * RESIDENT
+    assert sum(map(len, order._aging)) < 2 * RESIDENT

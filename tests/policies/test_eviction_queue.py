@@ -11,11 +11,8 @@ OVER = Hint(over=True)
 
 
 class Order:
-    """An order of numbers with hints."""
-
     def __init__(self):
-        self.order = EvictionQueue[int](LinkedLRU(100), 4)
-        self.hints = None
+        self.order, self.hints = EvictionQueue[int](LinkedLRU(100), 4), None
 
     def end(self, keys, hint=None):
         self.order.come_back(keys)
@@ -119,11 +116,8 @@ def test_over_an_lru_both_together_are_an_lru(seed):
 
 
 class Kept:
-    """Keys that must stay, and how often somebody asked about one."""
-
     def __init__(self, keys):
-        self.keys = set(keys)
-        self.asked = 0
+        self.keys, self.asked = set(keys), 0
 
     def __call__(self, key):
         self.asked += 1
@@ -173,5 +167,4 @@ def test_a_call_for_too_many_changes_nothing(gone_ahead):
 
 def test_whoever_is_aside_and_may_go_counts_for_a_call_that_needs_all(gone_ahead):
     assert gone_ahead.evict(1, Kept(range(500, 999))) == [999]
-    victims = gone_ahead.evict(3, Kept([*range(500), *range(500, 996)]))
-    assert victims == [996, 997, 998]
+    assert gone_ahead.evict(3, Kept([*range(500), *range(500, 996)])) == [996, 997, 998]

@@ -19,13 +19,10 @@ class NaiveHinted:
     """The specification of `HintedOrder` over an LRU, with lists that are searched from end to end."""
 
     def __init__(self):
-        self.order = NaiveLRU(CAPACITY)
-        self.demoted = []
+        self.order, self.demoted = NaiveLRU(CAPACITY), []
         self.terms = []  # Key, until and priority, in order of retaining.
         self.users = {}  # Key -> the last request that used it and has ended; 0: none yet.
-        self.shared = set()
-        self.requests = 0
-        self.cut = 0
+        self.shared, self.requests, self.cut = set(), 0, 0
 
     @property
     def retained(self):
@@ -95,8 +92,7 @@ class NaiveHinted:
         return victims
 
     def chosen(self, count, kept):
-        first = [key for key in self.demoted if key not in kept][:count]
-        rest = []
+        first, rest = [key for key in self.demoted if key not in kept][:count], []
         if not first or len(first) < count:  # Else the order is not asked, and renews no kept key.
             rest = self.order.evict(count - len(first), lambda key: key in kept or key in first)
         if rest is None:
@@ -120,8 +116,7 @@ class HintedMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.naive = NaiveHinted()
-        self.now = 0.0
+        self.naive, self.now = NaiveHinted(), 0.0
         orders = [policies.LRU[int](CAPACITY), policies.LinkedLRU(KEYS)]
         self.orders = [policies.HintedOrder[int](order, RETAINED_MAX) for order in orders]
         self.resident = set()
@@ -276,5 +271,4 @@ def test_retaining_the_same_keys_again_takes_no_more_memory():
 def test_a_share_of_nothing_retains_nothing():
     order = hinted("lru", range(10), retained_max=0)
     order.retain([0, 1], 100.0, 99)
-    assert order.evict(1, none_kept) == [0]
-    assert order.retained.cut == 2
+    assert (order.evict(1, none_kept), order.retained.cut) == ([0], 2)

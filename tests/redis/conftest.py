@@ -34,8 +34,6 @@ another_server = pytest.fixture(started, scope="session")
 
 @pytest.fixture
 def own_server(request, outside, tmp_path):
-    """Start servers that belong to the test."""
-
     def own_server(*arguments, **fields):
         server = RedisServer(tmp_path, *arguments, **fields)
         request.addfinalizer(server.kill)
@@ -63,8 +61,7 @@ def names_hang(monkeypatch):
 @pytest.fixture
 def opened(prefix, open_with):
     async def opened(*servers, scheme="redis", user="", path="", **fields):
-        url = f"{scheme}://{user}{','.join(servers)}{path}"
-        return await open_with(RedisBackend, url=url, prefix=prefix, **fields)
+        return await open_with(RedisBackend, url=f"{scheme}://{user}{','.join(servers)}{path}", prefix=prefix, **fields)
 
     return opened
 

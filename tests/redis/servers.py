@@ -31,14 +31,11 @@ def program():
 
 
 class RedisServer:
-    """One server's process; it keeps nothing when it ends."""
-
     def __init__(self, folder, *arguments, port=None, program_arguments=(), **client):
         self.folder = folder
         self.port = port or free_port()
         self.address = f"127.0.0.1:{self.port}"
-        self._arguments = [*program_arguments, *arguments]
-        self._client = client
+        self._arguments, self._client = [*program_arguments, *arguments], client
         self._process: ServerProcess | None = None
 
     def start(self):

@@ -216,8 +216,7 @@ async def test_an_address_of_a_family_that_the_machine_lacks_is_passed_over(open
         return [(NO_FAMILY, *found[0][1:]), *found]
 
     monkeypatch.setattr(socket, "getaddrinfo", with_another_family)
-    tier = await opened(f"localhost:{proxy.port}", **QUICK)
-    await lender.keep(tier, keys_of(2))
+    await lender.keep(await opened(f"localhost:{proxy.port}", **QUICK), keys_of(2))
 
 
 async def test_a_call_that_needs_another_request_is_answered_while_the_tier_closes(opened, server, stored, lender):

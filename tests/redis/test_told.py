@@ -20,8 +20,6 @@ OTHERS = b":1\r\n"  # To every other command: what a chunk that is not there is 
 
 
 class Node:
-    """A server that answers a command as the test says, and greetings as they should be."""
-
     def __init__(self, answers):
         self.answers = {b"AUTH": b"+OK\r\n", b"PING": b"+PONG\r\n"} | answers
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -47,8 +45,6 @@ class Node:
 
 @pytest.fixture
 def node(request):
-    """Start nodes that end with the test."""
-
     def start(answers):
         started = Node(answers)
         request.addfinalizer(started.close)
@@ -58,20 +54,16 @@ def node(request):
 
 
 def slots(*nodes, of=WHOLE):
-    """Return a table with one range."""
     return b"*1\r\n*%d\r\n%b%b" % (2 + len(nodes), of, b"".join(nodes))
 
 
 def at(host, port):
-    """Return a node of a table, with an id and without further names."""
     named = b"$-1" if host is None else b"$%d\r\n%b" % (len(host), host)
     return b"*4\r\n%b\r\n:%d\r\n$2\r\nid\r\n*0\r\n" % (named, port)
 
 
 @pytest.fixture
 def told_by(request):
-    """Return what knows the servers by a node alone."""
-
     def told_by(node, scheme, path="", **about):
         options = RedisOptions(url=f"{scheme}://127.0.0.1:{node.port}{path}", **about, **QUICK)
         topology = make_topology(options, Login(options))

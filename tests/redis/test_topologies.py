@@ -50,8 +50,7 @@ def test_servers_share_chunks_evenly_and_a_new_one_takes_its_share_only():
 
 async def test_a_tier_opens_if_one_of_its_servers_answers(opened, server, lender):
     gone = f"127.0.0.1:{free_port()}"
-    tier = await opened(server.address, gone, **QUICK)
-    keys = keys_of(20)
+    tier, keys = await opened(server.address, gone, **QUICK), keys_of(20)
     outcomes = {type(outcome).__name__ for outcome in await tier.store(lender.writes(keys))}
     assert outcomes == {"NoneType", "TransferFailed"}
     with pytest.raises(BackendUnavailable, match="refused"):
@@ -132,7 +131,6 @@ async def test_a_program_with_thousands_of_open_files_uses_it_as_any_other(opene
 
 @pytest.fixture
 def front(server, certified):
-    """Return what ends TLS before a server that has none."""
     front = Proxy(server.port, tls=certified)
     yield front
     front.end()
@@ -211,7 +209,6 @@ def test_a_failure_of_tls_is_not_taken_for_an_error_of_the_systems():
 
 @pytest.fixture
 def watched(own_server, tmp_path):
-    """Return a primary, its replica, and the sentinel that watches them."""
     primary = own_server()
     replica = own_server("--replicaof", "127.0.0.1", str(primary.port))
     port = free_port()
@@ -246,7 +243,6 @@ async def test_neither_an_unknown_primary_nor_a_sentinel_itself_is_a_server(open
 
 @pytest.fixture(scope="module")
 def nodes(outside, tmp_path_factory):
-    """Start two nodes with half of the slots each: they take seconds to believe each other."""
     folder, nodes = tmp_path_factory.mktemp("cluster"), []
     for _ in range(2):
         port = free_port(with_bus=True)
@@ -264,7 +260,6 @@ def nodes(outside, tmp_path_factory):
 
 @pytest.fixture
 def cluster(nodes):
-    """Return the nodes, empty."""
     for node in nodes:
         node.ask("FLUSHALL")
     yield nodes
@@ -273,7 +268,6 @@ def cluster(nodes):
 
 
 def moving(cluster, name):
-    """Begin to move a name's slot to the second node, and return what ends it."""
     slot = cluster[0].ask("CLUSTER", "KEYSLOT", name)
     ids = [node.ask("CLUSTER", "MYID") for node in cluster]
     cluster[1].ask("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
@@ -297,11 +291,9 @@ async def test_chunks_go_to_the_nodes_that_have_their_slots(opened, cluster, len
     tier, keys = await kept(lender, opened(cluster[0].address, scheme="redis+cluster", model_name=model_name), 60)
     assert await lender.recall(tier, keys) == [label(key) for key in keys]
     assert list(await tier.probe(keys)) == [True] * 60
-    sizes = [node.ask("DBSIZE") for node in cluster]
-    assert min(sizes) >= 10
+    assert min([node.ask("DBSIZE") for node in cluster]) >= 10
     await tier.delete(keys)
-    assert await lender.recall(tier, keys) == ["ChunkMissing"] * 60
-    assert tier.counts() == {}
+    assert (await lender.recall(tier, keys), tier.counts()) == (["ChunkMissing"] * 60, {})
 
 
 def test_a_server_that_is_no_node_any_more_is_forgotten(nodes, server):
@@ -360,8 +352,7 @@ async def test_a_refused_asking_does_not_shift_the_replies(opened, cluster, pref
     cluster[0].ask("MIGRATE", "127.0.0.1", cluster[1].port, name, 0, 5_000)
     for _ in range(3):
         assert list(await tier.probe(keys)) == [one != key for one in keys]
-        told = await lender.recall(tier, keys)
-        assert told == ["TransferFailed" if one == key else label(one) for one in keys]
+        assert await lender.recall(tier, keys) == ["TransferFailed" if one == key else label(one) for one in keys]
     assert not any(name.startswith("corrupt") for name in tier.counts())
     has_moved()
 

@@ -57,7 +57,6 @@ def assert_told(told, loads, stores):
 
 
 async def come_back(engine, numbers, others):
-    """Wait until every chunk can be stored and loaded again."""
     async with asyncio.timeout(REST_S):
         while True:
             await put(engine, numbers)

@@ -18,7 +18,6 @@ def chunk(number):
 
 
 def describe(rows, tier):
-    """Describe an engine as a file does, with its runner in a process."""
     return {
         "cpu_bytes_to_use": rows * CHUNK_BYTES,
         "chunk_bytes": CHUNK_BYTES,
@@ -33,7 +32,6 @@ def configured(described):
 
 
 async def opened(described):
-    """Open an engine as soon as the remote is there."""
     async with asyncio.timeout(REST_S):
         while True:
             try:
@@ -57,7 +55,6 @@ async def found(engine, numbers):
 
 
 async def found_one_by_one(engine, numbers):
-    """Return which of them came, each fetched by itself, all at once."""
     numbers = list(numbers)
     came = await asyncio.gather(*(found(engine, [number]) for number in numbers))
     return [number for number, one in zip(numbers, came, strict=True) if one]
@@ -73,8 +70,7 @@ async def became(engine, call):
     counters = ledger_in(engine).tiers[0].counters
 
     def totals():
-        told = {"loaded": counters.loaded, "stored": counters.stored, "missing": counters.misses}
-        return told | counters.failed
+        return {"loaded": counters.loaded, "stored": counters.stored, "missing": counters.misses} | counters.failed
 
     before = totals()
     await call

@@ -27,8 +27,6 @@ FILLING = "filling-"
 
 
 class Values(Stored):
-    """The values of a pool in one namespace."""
-
     def __init__(self, client, prefix, mapper, value_bytes):
         self._client, self._value_bytes = client, value_bytes
         self._name = lambda key: name_prefix(prefix, mapper) + mapper.name(key)
@@ -37,8 +35,7 @@ class Values(Stored):
         if self._client.exist([self._name(key)]) == [0]:
             return None
         place = ctypes.create_string_buffer(self._value_bytes)
-        codes = self._client.get([self._name(key)], [ctypes.addressof(place)], self._value_bytes)
-        assert codes == [self._value_bytes]
+        assert self._client.get([self._name(key)], [ctypes.addressof(place)], self._value_bytes) == [self._value_bytes]
         return Held.of(place.raw)
 
     def plant(self, key, held):

@@ -16,17 +16,13 @@ NOT_OURS = dict.fromkeys((Fault.HUNG, Fault.KILLED, Fault.RESTARTED), "the serve
 
 
 class Objects(Stored):
-    """The chunks' objects in a bucket."""
-
     def __init__(self, server, bucket):
         self._server, self._bucket = server, bucket
         self._names: dict[OffloadKey, str] = {}
 
     def name(self, key):
-        """Return the name of a chunk that is, or was, in the bucket."""
         if key not in self._names:
-            names = self._server.names(self._bucket)
-            (self._names[key],) = [name for name in names if chunk_hash(key).hex() in name]
+            (self._names[key],) = [name for name in self._server.names(self._bucket) if chunk_hash(key).hex() in name]
         return self._names[key]
 
     def held(self, key):

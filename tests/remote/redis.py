@@ -9,14 +9,11 @@ PATIENCE_S = 10.0
 
 
 class Values(Stored):
-    """The values of a server, or those under a prefix."""
-
     def __init__(self, server, prefix=""):
         self._server, self._prefix = server, prefix
         self._names: dict[OffloadKey, bytes] = {}
 
     def name(self, key):
-        """Return the name of a chunk that is, or was, on the server."""
         if key not in self._names:
             (self._names[key],) = self._server.ask("KEYS", f"{self._prefix}*{chunk_hash(key).hex()}.bin")
         return self._names[key]

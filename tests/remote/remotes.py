@@ -18,8 +18,6 @@ DISTURBED_S_MAX = 1.0  # Of a server that hangs or is away: about what tiers wai
 
 
 class Held(NamedTuple):
-    """A stored value: a row and its seal."""
-
     row: bytes
     seal: bytes
 
@@ -29,15 +27,9 @@ class Held(NamedTuple):
 
 
 class Stored(Protocol):
-    """Access to the values of a service beside the tier."""
+    def held(self, key): ...
 
-    def held(self, key):
-        """Return the value of a key; None if there is none."""
-        ...
-
-    def plant(self, key, held):
-        """Replace the value of a key."""
-        ...
+    def plant(self, key, held): ...
 
 
 class Remote(ABC):
@@ -81,8 +73,6 @@ class Remote(ABC):
 
 
 class ServerRemote(Remote):
-    """A remote with a server that is ours to break, and a proxy before it."""
-
     proxy: Proxy
     server: Any
 
@@ -146,7 +136,6 @@ class ServerRemote(Remote):
 
 
 def changed(fault, held, number):
-    """Return a stored value after a fault."""
     half = len(held.row) // 2  # A coded row is shorter than a chunk.
     match fault:
         case Fault.LENGTH:

@@ -32,7 +32,6 @@ _starter = ThreadPoolExecutor(1, "starts-servers")  # The system ends a server w
 
 
 def end_with_parent():
-    """Ask the system to kill this process when the thread that started it ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
@@ -52,8 +51,6 @@ def free_port(*, with_bus=False):
 
 
 class ServerProcess:
-    """One program that runs in the background until it is killed, or this process ends."""
-
     def __init__(self, command, log, environment=None):
         """Start it; what it prints goes to the end of `log`."""
         self._command, self._log = command, log
@@ -71,7 +68,6 @@ class ServerProcess:
             )
 
     def check(self):
-        """Fail with what it has printed if it has ended."""
         assert self._process.poll() is None, f"{self._command[0]} has ended: {self._log.read_text()[-2_000:]}"
 
     def signal(self, number):
@@ -81,12 +77,10 @@ class ServerProcess:
             wait_until_stopped(self._process.pid)
 
     def stop(self):
-        """Ask it to end, and wait until it has."""
         self._process.terminate()
         self._process.wait()
 
     def kill(self):
-        """Kill it, stopped or not, and wait for its end; idempotent."""
         self._process.kill()
         self._process.wait()
 
@@ -105,7 +99,6 @@ def _is_stopped(task):
 
 
 def until(condition, patience_s=PATIENCE_S):
-    """Wait for a thing that has no event."""
     ends_at = time.monotonic() + patience_s
     while not condition():
         assert time.monotonic() < ends_at, "it has not happened"
@@ -123,15 +116,11 @@ class Proxy:
         self.held: list[bytes] = []  # Replies that had to wait.
         self._passes = threading.Event()
         self._passes.set()
-        self.piece_bytes = PIECE_BYTES
-        self.pause_s = 0.0
-        self._to = port
-        self._host = host
-        self._tls = tls
+        self.piece_bytes, self.pause_s, self._to = PIECE_BYTES, 0.0, port
+        self._host, self._tls = host, tls
         self._connections: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
-        self._listening = threading.Event()
-        self.port = 0
+        self._listening, self.port = threading.Event(), 0
         self.listen()
         self.address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
@@ -143,18 +132,15 @@ class Proxy:
         self._run(self._accept, listener)
 
     def refuse(self):
-        """Listen no more, and close every connection."""
         self._listening.clear()
         for thread in [thread for thread in self._threads if thread.name == self._accept.__name__]:
             thread.join(PATIENCE_S)
         self.reset()
 
     def hold(self):
-        """Hold replies back, and close nothing."""
         self._passes.clear()
 
     def pass_on(self):
-        """Pass on everything, unchanged and at once."""
         self.reply = lambda passed: passed
         self.piece_bytes, self.pause_s = PIECE_BYTES, 0.0
         self._passes.set()
@@ -204,7 +190,6 @@ class Proxy:
             _reset(target)
 
     def _pass(self, piece, target, is_reply):
-        """Pass a piece on, changed or not; say whether the connection goes on."""
         if is_reply:
             if not self._passes.is_set():
                 self.held.append(piece)

@@ -16,7 +16,6 @@ class Shared:
 
     @pytest.fixture
     def chunks(self):
-        """Return numbers of chunks that no other test uses."""
         first = uuid.uuid4().int >> 72
         return range(first, first + ROWS)
 

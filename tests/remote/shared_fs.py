@@ -10,8 +10,6 @@ FILES_DISTURBED = 4
 
 
 class Files(Stored):
-    """The chunks' files under a directory."""
-
     def __init__(self, root):
         self._root = root
 
@@ -41,7 +39,6 @@ class SharedFsRemote(Remote):
         pass  # Nothing runs.
 
     def disturb(self, dice):
-        """Damage some files, and remove others."""
         files = sorted(self.root.rglob("*.bin"))
         for path in dice.sample(files, min(len(files), FILES_DISTURBED)):
             with suppress(FileNotFoundError):  # A tier was faster.

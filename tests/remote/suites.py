@@ -251,7 +251,6 @@ def rows_of(reads, writes):
 
 
 def flips(at):
-    """Return a proxy's `reply` that flips one bit at this place of all that passes."""
     seen = 0
 
     def flip(passed):

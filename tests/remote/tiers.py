@@ -27,7 +27,6 @@ def lender():
 
 @pytest.fixture
 def proxy(server):
-    """Return a proxy before the server that a run's tests share."""
     proxy = Proxy(server.port)
     yield proxy
     proxy.end()
@@ -49,7 +48,6 @@ async def used_again(lender, rows):
 
 
 async def recalled(tier, lender, keys):
-    """Recall keys as soon as the tier is there again."""
     ends_at = time.monotonic() + PATIENCE_S
     while True:
         try:
@@ -63,7 +61,6 @@ async def recalled(tier, lender, keys):
 
 
 async def recovers(tier, lender, keys):
-    """Wait until every key can be stored and loaded again."""
     ends_at = time.monotonic() + PATIENCE_S
     outcomes: list[Any] = ["nothing was stored"]
     while any(outcomes):

@@ -32,7 +32,6 @@ def gates(tmp_path):
 
 @pytest.fixture
 def mount(tmp_path, gates):
-    """A tier whose threads sleep in the kernel while a gate is shut."""
     limits = {"deadline_s": DEADLINE_S, "breaker_failures": 2}
     return {
         "type": "tests.engine.hung_mount:HungMount",
@@ -62,8 +61,7 @@ async def test_more_than_the_primary_holds_comes_back_from_each_tier_and_in_the_
     assert ledger_in(engine).counters.hits + sum(each.hits for each in counters) == 32
     assert await at_rest(engine)
     assert await engine.aclose() == 0
-    again = await open_engine(8, disk, runner=runner)
-    assert await found(again, range(28, 33)) == 4
+    assert await found(await open_engine(8, disk, runner=runner), range(28, 33)) == 4
 
 
 async def test_a_chunk_shorter_than_its_row_comes_back_at_its_length(open_engine, runner):
@@ -166,8 +164,7 @@ async def test_a_hung_store_keeps_its_rows_and_delays_no_other_tier_and_no_load(
         await put(engine, range(4))
         assert await engine.drain(PATIENCE_S)
         hung, other = ledger_in(engine).tiers
-        assert hung.counters.failed == {"deadline": 4}
-        assert other.counters.stored == 8
+        assert (hung.counters.failed, other.counters.stored) == ({"deadline": 4}, 8)
         assert len(ledger_in(engine).traffic.cascade_rows) == 4
         assert await found(engine, range(4)) == 4
         assert await found(engine, range(20, 24)) == 4

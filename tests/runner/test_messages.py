@@ -37,7 +37,6 @@ def caused(error, cause):
 
 
 def handled(error, cause):
-    """Return an error that was raised while another one was handled, without naming it."""
     error.__context__ = cause
     return error
 

@@ -26,7 +26,6 @@ WHERE = pytest.mark.parametrize("where", ["thread", pytest.param("process", mark
 
 @contextmanager
 def bridge(where, *tiers):
-    """Start a runner; closed at the end."""
     with ExitStack() as at_end:
         config = describe(ROWS, *(tiers or ({"type": "dummy"},)))
         make, bridge_class = {"thread": (Region.private, ThreadBridge), "process": (Region.memfd, ProcessBridge)}[where]
@@ -37,7 +36,6 @@ def bridge(where, *tiers):
 
 
 def outcome(bridge, id_):
-    """Wait for an action's outcome."""
     told = [message for message in bridge.mailbox if getattr(message, "id", None) == id_]
     while not told:
         assert bridge.wait(PATIENCE_S)
@@ -65,8 +63,7 @@ def test_an_action_for_an_unknown_tier_fails_and_costs_no_other(nothing_left, wh
         runner.send([Acknowledge(7), Advise(7, "rank", KEYS), *wrong, Cascade(5, 0, KEYS, rows)])
         for id_ in (1, 2, 4):
             assert outcome(runner, id_).failures() == {0: Code.UNAVAILABLE, 1: Code.UNAVAILABLE}
-        assert outcome(runner, 3).present == b""
-        assert outcome(runner, 5).failures() == {}
+        assert (outcome(runner, 3).present, outcome(runner, 5).failures()) == (b"", {})
 
 
 @pytest.mark.parametrize(("tier", "left"), [("EndsItsThreadLater", 1), ("EndsItsThreadAsItCloses", 0)])

@@ -20,8 +20,6 @@ CONTEXT = TierContext("tier", FileMapper(Namespace(model_name="test")), CHUNK_BY
 
 
 class HoldsOne(DummyBackend):
-    """A tier that holds one chunk, and says so."""
-
     def __init__(self):
         super().__init__(DummyOptions(), CONTEXT)
 
@@ -43,7 +41,6 @@ def contents(said):
 
 
 async def reported(backend, last):
-    """Return what is said of a tier until `last` was."""
     posted: list[Message] = []
     reports = Reports(0, "tier", backend, SpeedMeter(), posted.append)
     reports.start()

@@ -18,12 +18,9 @@ class Device:
 
     def __init__(self, *, fixed_s, bytes_per_s, noise, seed=0):
         self.fixed_s, self.bytes_per_s, self.noise = fixed_s, bytes_per_s, noise
-        self.meter = SpeedMeter()
-        self.now = 0.0
-        self._random = random.Random(seed)
+        self.meter, self.now, self._random = SpeedMeter(), 0.0, random.Random(seed)
 
     def loads(self, sizes, *, pause_s=0.05):
-        """Load batches of these sizes; give each one's relative error, where anything was predicted."""
         for size in sizes:
             self.now += pause_s
             begun = self.meter.begin_load(self.now)
@@ -47,8 +44,7 @@ def sizes(count, seed=1):
     seed=st.integers(0, 1_000),
 )
 def test_half_of_the_predictions_are_within_a_quarter(fixed_s, bytes_per_s, noise, seed):
-    device = Device(fixed_s=fixed_s, bytes_per_s=bytes_per_s, noise=noise, seed=seed)
-    errors = list(device.loads(sizes(200, seed)))
+    errors = list(Device(fixed_s=fixed_s, bytes_per_s=bytes_per_s, noise=noise, seed=seed).loads(sizes(200, seed)))
     assert statistics.median(errors) <= MEDIAN_ERROR_MAX
 
 
@@ -64,8 +60,7 @@ def test_a_tier_that_changes_twentyfold_is_known_after_a_dozen_loads(factor):
 def test_one_load_that_hung_does_not_make_a_tier_look_slow():
     device = Device(fixed_s=1e-3, bytes_per_s=1e9, noise=0.05)
     list(device.loads(sizes(200)))
-    hung = device.meter.begin_load(device.now)
-    device.meter.end_load(hung, MIB, device.now + 10.0)
+    device.meter.end_load(device.meter.begin_load(device.now), MIB, device.now + 10.0)
     device.now += 10.0
     list(device.loads(sizes(5)))
     assert statistics.median(device.loads(sizes(50, 2))) <= MEDIAN_ERROR_MAX

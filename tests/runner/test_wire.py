@@ -65,8 +65,7 @@ async def test_frames_are_read_one_by_one_whatever_their_length():
 
 @given(bodies=st.lists(st.binary(max_size=300)), pieces=st.lists(st.integers(1, 50), min_size=1))
 def test_frames_are_cut_out_of_a_stream_however_it_is_torn(bodies, pieces):
-    sent = b"".join(map(messages.framed, bodies))
-    buffer = messages.FrameBuffer()
+    sent, buffer = b"".join(map(messages.framed, bodies)), messages.FrameBuffer()
     received: list[bytes] = []
     turn = 0
     while sent:

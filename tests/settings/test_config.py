@@ -62,8 +62,7 @@ def test_a_small_configuration_is_enough():
     config = EngineConfig.from_dict(SMALL)
     assert config == EngineConfig(cpu_bytes_to_use=1 << 20, chunk_bytes=16 << 10)
     assert (config.rows, config.row_bytes, config.eviction_policy, config.runner) == (64, 16_384, "lru", None)
-    assert config.secondary_tiers == ()
-    assert config.namespace.model_name == "default"
+    assert (config.secondary_tiers, config.namespace.model_name) == ((), "default")
 
 
 @pytest.mark.parametrize(
@@ -107,8 +106,7 @@ def test_a_tier_is_written_flat():
 
 
 def test_tiers_are_named_by_place_and_type_unless_they_have_names():
-    tiers = [TIER, TIER | {"name": "slow"}, {"type": "dummy"}]
-    config = EngineConfig.from_dict(SMALL | {"secondary_tiers": tiers})
+    config = EngineConfig.from_dict(SMALL | {"secondary_tiers": [TIER, TIER | {"name": "slow"}, {"type": "dummy"}]})
     assert [tier.name for tier in config.secondary_tiers] == ["0:fs", "slow", "2:dummy"]
 
 
@@ -209,8 +207,7 @@ def unreadable(path):
 
 def test_toml_and_json_say_the_same(tmp_path):
     from_toml = EngineConfig.load(write(tmp_path, "engine.toml", TOML))
-    from_json = EngineConfig.load(Path(write(tmp_path, "engine.json", json.dumps(tomllib.loads(TOML)))))
-    assert from_toml == from_json
+    assert from_toml == EngineConfig.load(Path(write(tmp_path, "engine.json", json.dumps(tomllib.loads(TOML)))))
     assert from_toml.limits.lease_s == 3.0
     assert from_toml.secondary_tiers[0].limits == TierLimits(deadline_s=10.0, load_bytes_in_flight=64 << 20)
     assert from_toml.secondary_tiers[0].options == {"root": "/mnt/kv"}

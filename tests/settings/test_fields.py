@@ -41,8 +41,6 @@ class Forest(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Foreign(msgspec.Struct, frozen=True, rename="kebab"):
-    """Somebody else's struct: msgspec's own, with rules and names of its own."""
-
     low_bytes: Size = 0
     high_bytes: Size = 10
 

@@ -104,8 +104,6 @@ def test_a_repr_shows_what_is_no_secret():
 
 
 class Choosy(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Options of somebody's tier, with a secret among other values."""
-
     token: SecretName | int | bool = False
 
 

@@ -22,7 +22,6 @@ def pytest_report_header():
 
 @pytest.fixture
 def doors(tmp_path):
-    """Open storages over one directory, and close them at the end."""
     from tests.sglang.doors import Doors
 
     with Doors(tmp_path / "tier") as doors:

@@ -22,13 +22,11 @@ WAIT_S = 60.0  # A machine under load may take its time; a hang takes longer.
 
 
 def mha_pool(pages, layout="page_first", dtype=torch.bfloat16, layers=LAYERS):
-    """Make one of SGLang's host pools for attention, full of random bytes."""
     device = MHATokenToKVPool(head_num=2, head_dim=64, layer_num=layers, dtype=dtype, size=pages * PAGE_SIZE, **OPTIONS)
     return _host(MHATokenToKVPoolHost, device, "_mha_buffer_info", layout)
 
 
 def mla_pool(pages, layout="page_first"):
-    """Make one of SGLang's host pools for MLA's latent KV, full of random bytes."""
     ranks = {"kv_lora_rank": 64, "qk_rope_head_dim": 16}
     device = MLATokenToKVPool(**ranks, layer_num=LAYERS, dtype=torch.bfloat16, size=pages * PAGE_SIZE, **OPTIONS)
     return _host(MLATokenToKVPoolHost, device, "_mla_buffer_info", layout, target_layer_num=LAYERS)
@@ -50,12 +48,10 @@ def filled(pool):
 
 
 def slots(pages):
-    """Return the slots of these pages of a pool, as SGLang's controller passes them."""
     return torch.cat([torch.arange(page * PAGE_SIZE, (page + 1) * PAGE_SIZE) for page in pages])
 
 
 def transfer(name, keys, pages=None, **more):
-    """Return a transfer of these pages of a pool; of its first ones by default."""
     return PoolTransfer(name, keys=keys, host_indices=slots(range(len(keys)) if pages is None else pages), **more)
 
 
@@ -89,7 +85,6 @@ def extra_config(root, **options):
 
 
 def runner_pid(door):
-    """Return the process id of the KV pool's runner, once it works."""
     engine = getattr(door, "_backend", door)._pools["kv"].engine  # Without SGLang's fault injector.
     until = time.monotonic() + WAIT_S
     while (pid := engine._steps._bridge.pid) is None or not engine._ledger.runner_up:
@@ -100,8 +95,6 @@ def runner_pid(door):
 
 
 class Doors(ExitStack):
-    """Storages over one directory."""
-
     def __init__(self, root):
         super().__init__()
         self.root = root

@@ -41,7 +41,6 @@ def hicache_file(doors, pool, capacity_bytes):
 
 
 def forget(root):
-    """Write a folder to the disk, and drop its files from the page cache."""
     subprocess.run(["sync", "-f", str(root)], check=True)
     for path in filter(Path.is_file, root.rglob("*")):
         with path.open("rb") as file:

@@ -29,7 +29,6 @@ cache_controller.is_dp_attention_enabled = lambda: False
 
 @contextmanager
 def attached(pool, extra):
-    """Attach kvtier to SGLang's controller of one rank, without its streams to a GPU, over a host pool."""
     made = HiCacheController.__new__(HiCacheController)
     nothing = ("tp_group", "attn_cp_group", "attn_tp_group", "pp_group", "host_write_staged_tokens_fn")
     vars(made).update(dict.fromkeys((*nothing, "mem_pool_device", "storage_backend", "storage_backend_type")))
@@ -79,11 +78,9 @@ def test_a_backup_is_prefetched_by_its_prefix_and_a_detach_leaves_no_thread_and_
             if number == 0:
                 back_up(made, tokens, FIRST)
                 assert backed_up(made) == PAGES
-            assert prefetch(made, tokens, SECOND) == PAGES
-            assert loaded_pages(pool, PAGES) == want
+            assert (prefetch(made, tokens, SECOND), loaded_pages(pool, PAGES)) == (PAGES, want)
             filled(pool)
-            other = tokens[: 70 * PAGE_SIZE] + [7] * PAGE_SIZE * 30
-            assert prefetch(made, other, SECOND) == 70
+            assert prefetch(made, tokens[: 70 * PAGE_SIZE] + [7] * PAGE_SIZE * 30, SECOND) == 70
             assert loaded_pages(pool, 70) == want[:70]
             runner = Path(f"/proc/{runner_pid(made.storage_backend)}")
             assert runner.exists()

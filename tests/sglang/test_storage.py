@@ -32,7 +32,6 @@ def keys():
 
 @pytest.fixture
 def stored(doors, keys):
-    """Return a storage and its pool, whose pages are stored."""
     pool = mha_pool(PAGES)
     door = doors.open(pool)
     assert door.batch_set_v1(keys, ALL) == YES
@@ -41,7 +40,6 @@ def stored(doors, keys):
 
 @pytest.fixture
 def hybrid(doors):
-    """Return a function: a storage with a KV pool and a side pool, and both pools."""
     tier = {"type": "fs", "root": str(doors.root), "capacity_bytes": "64MiB", "shared": True}
 
     def open_(layout="page_first", **rank):

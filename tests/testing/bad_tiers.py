@@ -77,8 +77,7 @@ class Tier(DummyBackend):
 
     def __init__(self, options, context):
         super().__init__(options, context)
-        self.context = context
-        self.totals = {"missed": 0, "stored": 0}
+        self.context, self.totals = context, {"missed": 0, "stored": 0}
         self.heard = Counter()  # Keys of advice, by its kind.
         self.dead = []  # Keys that were deleted.
         vars(self).update({name: make() for name, make in self.state.items()})
@@ -132,8 +131,6 @@ class Tier(DummyBackend):
 
 
 class Around(Wrapper):
-    """A wrapper that changes nothing."""
-
     options_type = DummyOptions
 
     @classmethod
@@ -253,8 +250,6 @@ lie("Mourns", DELETED, writes=lambda tier, given: [one for one in given if one.k
 
 
 class Watched(Tier, under_way=list):
-    """Base of tiers that know which stores are under way."""
-
     async def store(self, writes):
         self.under_way.append(asyncio.current_task())
         try:
@@ -658,8 +653,6 @@ lie("PromisesMore", DURABILITY, wrap=around(lambda wrapper, _: vars(wrapper).upd
 class Everything(
     Promises, conformance.CountedConformance, conformance.DescribedConformance, conformance.WrapperConformance
 ):
-    """All promises, made by a device in a named store that is slow enough for calls to meet."""
-
     chunk_bytes = 4_096
     tier: ClassVar[type[Tier]]
 

@@ -11,7 +11,6 @@ CLOSE_S = 10.0
 
 @pytest.fixture
 async def open_with():
-    """Open tiers that are closed when the test ends."""
     async with AsyncExitStack() as tiers:
 
         async def open_with(tier, *, model_name="conformance", chunk_bytes=CHUNK_BYTES, **fields):

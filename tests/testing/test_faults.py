@@ -45,14 +45,10 @@ class TestOffers(conformance.WrapperConformance):
 
 
 class TestAroundADevice(WithoutFaults):
-    """The whole suite, as if there were no wrapper."""
-
     device = DummyOptions(latency_s=0.001, concurrency=4)
 
 
 class TestWithDelays(WithoutFaults):
-    """Being late breaks no promise."""
-
     faults = Faults(delay=1, delay_s=0.01)
 
 
@@ -129,8 +125,7 @@ async def test_a_hung_call_continues_when_it_is_released(faulty, lender):
     assert await lender.recall(faulty, [key_of(1)]) == [label(key_of(1))]
     assert not any(call.done() for call in hung)
     faulty.release()
-    assert await asyncio.gather(*hung) == [[label(key_of(1))]] * 2
-    assert faulty.hanging == 0
+    assert (await asyncio.gather(*hung), faulty.hanging) == ([[label(key_of(1))]] * 2, 0)
 
 
 async def test_a_hung_call_that_is_cancelled_ends(faulty, lender):
@@ -140,16 +135,14 @@ async def test_a_hung_call_that_is_cancelled_ends(faulty, lender):
     hung.cancel()
     await asyncio.wait({hung})
     assert hung.cancelled()
-    assert faulty.hanging == 0
-    assert await lender.recall(faulty, [key_of(1)]) == ["ChunkMissing"]
+    assert (faulty.hanging, await lender.recall(faulty, [key_of(1)])) == (0, ["ChunkMissing"])
 
 
 async def test_closing_leaves_hung_calls_and_counts_them(faulty, lender):
     faulty.script("store", "hang", "hang")
     hung = [asyncio.create_task(faulty.store(lender.writes([key]))) for key in keys_of(2)]
     await faulty.until_hanging(2)
-    assert await faulty.aclose(5) == Abandoned(2)
-    assert now() == 5
+    assert (await faulty.aclose(5), now()) == (Abandoned(2), 5)
     with pytest.raises(BackendClosed):
         await faulty.probe([])
     faulty.release()
@@ -186,8 +179,7 @@ def test_the_same_seed_tells_the_same_story():
 
 def test_rates_are_met():
     faulty = tier(5, failed=0.5, missing=0.5)
-    lender = Lender(ROW_BYTES)
-    virtual_time.run(lender.recall(faulty, keys_of(1_000)))
+    virtual_time.run(Lender(ROW_BYTES).recall(faulty, keys_of(1_000)))
     assert 450 < faulty.met["failed"] < 550
     assert 200 < faulty.met["missing"] < 300
 

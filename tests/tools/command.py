@@ -24,7 +24,6 @@ def reported(folder, *args, status=0):
 
 
 def check_refusal(capsys, complaint):
-    """Check that a command wrote one line, on stderr, with this complaint."""
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err.startswith("kvtier: ")

@@ -23,7 +23,6 @@ def root(tmp_path):
 
 @asynccontextmanager
 async def opened(root, model="org/model", rank=0, row_bytes=ROW_BYTES, **options):
-    """Open a tier in this directory, by default of files, and give it a lender."""
     given = FsOptions(root=str(root), **{"layout": "files", **options})
     context = TierContext("0:fs", FileMapper(Namespace(model_name=model, rank=rank)), row_bytes)
     tier = await FsBackend.open(given, context)

@@ -71,10 +71,8 @@ def configured(tmp_path):
 
 def test_a_directory_is_measured_as_a_tier_of_each_layout_and_left_as_it_was(outside, tmp_path, measured):
     (tmp_path / "mine").write_text("stays")
-    told = measured(tmp_path, "--chunk-sizes", "8KiB,16KiB", *SHORT)
-    moves = told["rows"]
-    cells = {(row["operation"], row["chunk_bytes"], row["settings"]["layout"]) for row in moves}
-    assert len(cells) == len(moves) == 8
+    moves = measured(tmp_path, "--chunk-sizes", "8KiB,16KiB", *SHORT)["rows"]
+    assert len({(row["operation"], row["chunk_bytes"], row["settings"]["layout"]) for row in moves}) == len(moves) == 8
     assert {row["limit_is"] for row in moves} == {"preadv and pwritev of one file"}
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 

@@ -21,7 +21,6 @@ SMALL = 'cpu_bytes_to_use = "{rows}"\nchunk_bytes = "4KiB"\nrunner = "inline"\n'
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path_factory, monkeypatch):
-    """Place temporary directories in the test's own folder."""
     folder = tmp_path_factory.mktemp("temporary")
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -30,7 +29,6 @@ def temporary(tmp_path_factory, monkeypatch):
 
 @pytest.fixture
 def trace(tmp_path):
-    """Return a trace's path: six users with prompts that grow, in batches of three seconds."""
     prompts = [tuple(range(user * 100, user * 100 + turn)) for turn in range(1, 11) for user in range(6)]
     path = str(tmp_path / "trace.jsonl.gz")
     write_trace(path, [TraceRequest(number // 4 * 3_000, 512 * len(ids), 9, ids) for number, ids in enumerate(prompts)])
@@ -45,8 +43,7 @@ def config_file(folder, *lines, rows=64):
 
 def test_by_default_a_trace_goes_through_memory_and_files_and_leaves_none(outside, trace, tmp_path, temporary, capsys):
     picture = tmp_path / "out.png"
-    told = reported(tmp_path, "replay", trace, "--plot", picture)
-    shown = capsys.readouterr()
+    told, shown = reported(tmp_path, "replay", trace, "--plot", picture), capsys.readouterr()
     assert "trace.jsonl.gz: replayed 60 requests, 330 chunk references" in shown.out
     assert "0 wrong chunks" in shown.out
     assert "\n0:fs " in shown.out
@@ -74,8 +71,7 @@ def test_in_the_users_directory_chunks_stay_and_only_the_same_trace_finds_them(o
 
 
 def test_a_workload_is_generated_from_a_seed_without_a_trace(tmp_path):
-    config = config_file(tmp_path, rows=512)
-    options = ("--config", config, "--limit", "50", "--concurrency", "1", "--seed")
+    options = ("--config", config_file(tmp_path, rows=512), "--limit", "50", "--concurrency", "1", "--seed")
     told = [reported(tmp_path, "replay", *options, seed) for seed in (1, 1, 2)]
     figures = [(each["chunk_references"], each["hits"]) for each in told]
     assert figures[0] == figures[1] != figures[2]
@@ -88,16 +84,14 @@ BOTH = pytest.mark.parametrize("way", [("replay",), ("simulate", "--gpu-cache-to
 def test_the_default_primary_holds_long_requests_so_that_nothing_is_lost(outside, tmp_path, way):
     """Agents' prompts have thousands of blocks, most of them in every prompt: a share of these is less than one."""
     sessions = [(*range(600), *range(1_000 * each, 1_000 * each + 100)) for each in (1, 2, 3, 4)]
-    trace = write_prompts(tmp_path / "agents.jsonl", sessions * 3, every_ms=60_000)
-    told = reported(tmp_path, *way, trace)
+    told = reported(tmp_path, *way, write_prompts(tmp_path / "agents.jsonl", sessions * 3, every_ms=60_000))
     assert told["hit_ratio"] == told["best_hit_ratio"]
     assert (told["warnings"], told["tiers"]["cpu"]["refused"]) == ([], {})
 
 
 @BOTH
 def test_requests_longer_than_the_primary_are_a_warning(tmp_path, way, capsys):
-    prompts = [*[range(6), range(8, 14)] * 3, range(20, 27)]
-    trace = write_prompts(tmp_path / "trace.jsonl", prompts, every_ms=60_000)
+    trace = write_prompts(tmp_path / "trace.jsonl", [*[range(6), range(8, 14)] * 3, range(20, 27)], every_ms=60_000)
     config = config_file(tmp_path, '[[secondary_tiers]]\ntype = "dummy"', rows=4)
     told = reported(tmp_path, *way, trace, "--config", config)
     line = "the primary of 4 chunks is shorter than 7 requests of 7, the longest of 7 chunks"
@@ -226,7 +220,6 @@ def test_an_interrupt_ends_a_replay_with_130_and_a_report_of_what_finished(tmp_p
 
 
 def see(screen, pattern):
-    """Read a terminal until a pattern has come; None: until its other end is closed."""
     seen = b""
     while pattern is None or not re.search(pattern, seen):
         try:

@@ -35,7 +35,6 @@ EXAMPLES = [(name, example) for name, command in COMMANDS.items() if name not in
 
 @pytest.fixture
 def place(root, store, monkeypatch):
-    """A folder with what the examples in the help name: a tier, its configuration, a trace and a log."""
     store(keys_of(8))
     monkeypatch.chdir(root.parent)
     (root.parent / "kvtier.toml").write_text(CONFIG)
@@ -107,7 +106,6 @@ def test_a_command_restores_the_loggers(run):
 
 
 def impossible(place):
-    """Write a trace that cannot be true, of which its readers warn."""
     return write_prompts(place / "impossible.jsonl", [(1,), (2, 1)])
 
 

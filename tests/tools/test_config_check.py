@@ -35,7 +35,6 @@ SHORT = {"kv_connector": "KVTierConnector", "kv_role": "kv_both"}
 
 
 def line(tier, **extra):
-    """Return the value of `--kv-transfer-config` for kvtier in the place of vLLM's manager."""
     first = {"spec_name": "KVTierOffloadingSpec", "spec_module_path": PACKAGE, "cpu_bytes_to_use": "1GiB"}
     return json.dumps(
         {
@@ -98,8 +97,7 @@ def test_a_root_of_two_tiers_is_refused_unless_both_share_it(run, tmp_path):
 
 
 def test_vllms_line_is_checked_from_a_file_and_from_stdin(run, tmp_path):
-    text = line({"type": "fs", "root": str(tmp_path / "tier")})
-    path = tmp_path / "line.json"
+    text, path = line({"type": "fs", "root": str(tmp_path / "tier")}), tmp_path / "line.json"
     path.write_text(text)
     assert run(path)[0] == run("-", given=text)[0] == 0
     _, out, _ = run("-", "--json", given=text)

@@ -36,8 +36,7 @@ def test_without_yes_it_only_says_what_would_go_and_with_it_just_that_goes(store
     report = run_json("prune", root, "--older-than", "7d")
     assert report == {"files": 1, "bytes": CHUNK_BYTES, "namespaces": 0, "removed": False, "left_out": 0}
     told = "1 file of 12.0 KiB would be removed; add --yes to remove them\n"
-    assert run("prune", root, "--older-than", "7d") == (0, told)
-    assert left(files) == [True] * 3
+    assert (run("prune", root, "--older-than", "7d"), left(files)) == ((0, told), [True] * 3)
     theirs = store(keys_of(1), model="other")
     age(theirs[0], 10)
     chosen = ("--namespace", namespace_of(files[0], root), "--yes")
@@ -67,8 +66,7 @@ def test_leftovers_go_and_what_is_under_way_stays(store, run_json, root):
     (path,) = store([key_of(0)])
     here = Writer.this_process()
     live, dead = (path.parent / temporary_name(writer) for writer in (here, here._replace(started=1)))
-    old = path.with_name(f"{path.name}_123.tmp")
-    young = path.with_name(f"{path.name}_456.tmp")
+    old, young = path.with_name(f"{path.name}_123.tmp"), path.with_name(f"{path.name}_456.tmp")
     for each in (live, dead, old, young):
         each.write_bytes(b"half")
     age(old, 1)
@@ -80,8 +78,7 @@ def test_leftovers_go_and_what_is_under_way_stays(store, run_json, root):
 def test_somebody_elses_files_stay_however_old_and_whatever_is_pruned(store, run, root, layout):
     """Only names that a tier makes are its own, and those of vLLM's unfinished chunks."""
     (path,) = store([key_of(0)], layout=layout)
-    beside = next(root.glob("*/config.json")).parent
-    folders = {beside, *(folder for folder in path.parents if root in folder.parents)}
+    folders = {next(root.glob("*/config.json")).parent, *(folder for folder in path.parents if root in folder.parents)}
     names = ("a.txt", "cafe.bin", "feed.bin", "notes.tmp", ".notes.tmp", "notes.bin_1.tmp", "a.tar", "00000001.seg.tmp")
     theirs = [folder / name for folder in folders for name in names]
     for each in theirs:

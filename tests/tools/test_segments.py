@@ -57,8 +57,7 @@ def test_a_segment_of_a_live_engine_is_read_left_alone_and_the_others_are_pruned
             await lender.keep(tier, keys_of(3))
             assert await asyncio.to_thread(run_command, "verify", root) == 0
             assert "7 chunks checked" in capsys.readouterr().out
-            status = await asyncio.to_thread(run_command, "prune", root, "--to-size", "0B", "--yes", "--json")
-            assert status == 1
+            assert await asyncio.to_thread(run_command, "prune", root, "--to-size", "0B", "--yes", "--json") == 1
             assert await lender.recall(tier, keys_of(3)) == [label(key) for key in keys_of(3)]
 
     asyncio.run(work())

@@ -61,8 +61,7 @@ def test_a_command_names_what_it_may_not_read_and_goes_on(forbid, root, store, p
     forbid(path, 0)
     if place != "segment":
         truncate(100)(files[4])
-    ran = unprivileged(root, *CALLS[command])
-    name = str(path.relative_to(root))
+    ran, name = unprivileged(root, *CALLS[command]), str(path.relative_to(root))
     whole, wrong = (2, 0) if place == "segment" else (5, 1)
     if command == "verify":
         bad = {each["file"]: (each["state"], each["fault"]) for each in ran.told["files"]}

@@ -12,8 +12,7 @@ from kvtier.integrations.vllm.stats import Stats
 def told_of_failed_stores():
     """Fail two stores, try one of them again, and return what vLLM is told: keys, removed, of descriptions only."""
     config = EngineConfig(cpu_bytes_to_use=16_384, chunk_bytes=4_096, events=True)
-    manager = VllmManager(StepManager.start(config), Stats())
-    context = base.ReqContext(req_id="r")
+    manager, context = VllmManager(StepManager.start(config), Stats()), base.ReqContext(req_id="r")
     manager.on_new_request(context)
     manager.prepare_store(keys := [make_offload_key(bytes([number])) for number in (1, 2)], context)
     manager.complete_store(keys, context, success=False)

@@ -44,7 +44,6 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
-    """A folder for model checkpoints, each made once."""
     return tmp_path_factory.mktemp("checkpoints")
 
 
@@ -57,7 +56,6 @@ def llama(checkpoints):
 
 @pytest.fixture(scope="session")
 def peer():
-    """Another process that may have an engine."""
     from tests.vllm.peer import Peer
 
     peer = Peer()
@@ -67,7 +65,6 @@ def peer():
 
 @pytest.fixture
 def disk(tmp_path):
-    """The directory of a file tier."""
     return tmp_path / "tier"
 
 

@@ -58,7 +58,6 @@ if not torch.cpu._is_avx512_bf16_supported():
 
 
 def start_fork_server():
-    """Start the server for this process and all that fork from it."""
     resource_tracker.ensure_running()
     with mock.patch.object(util, "spawnv_passfds", _fork):
         forkserver.ensure_running()
@@ -80,8 +79,6 @@ def _fork(path, arguments, files):
 
 
 class Answer(NamedTuple):
-    """What came of one prompt."""
-
     tokens: tuple[int, ...]
     cached: int
 
@@ -105,7 +102,6 @@ class Reference(tuple[int, ...]):  # noqa: SLOT001  # Tuples take none.
 
 
 def prompts(count, *, tokens=PROMPT_TOKENS, seed=0):
-    """Return prompts that share nothing."""
     dice = random.Random(seed)
     return [[dice.randrange(VOCABULARY) for _ in range(tokens)] for _ in range(count)]
 
@@ -118,14 +114,11 @@ def kvtier(disk=None, **changes):
 
 
 def kvtier_files(disk, *, shared=False, **changes):
-    """Return the same with one file a chunk, as vLLM has them."""
     tier = {"type": "fs", "layout": "files", "root": str(disk), "shared": shared}
     return kvtier(None, secondary_tiers=[tier], **changes)
 
 
 class Engine:
-    """One engine; a context manager, so that whatever it holds is given back."""
-
     def __init__(self, model, offloading=None, *, gpu_blocks=GPU_BLOCKS, measured=False, **changes):
         """`measured`: prefill is, by kvtier's own connector; the same prompts then need not have the same hits."""
         if offloading is not None:
@@ -177,7 +170,6 @@ class Engine:
         return self.kvtier.ledger
 
     def answer(self, given, new_tokens=NEW_TOKENS, load_tiers=(), hint=None, salt=None):
-        """Answer all prompts, as many at once as vLLM schedules; they may choose the tiers that they load from."""
         asked = sampling(new_tokens)
         params: dict[str, Any] = {"kv_load_tiers": list(load_tiers)} if load_tiers else {}
         if hint is not None:
@@ -211,8 +203,6 @@ def sampling(new_tokens=NEW_TOKENS):
 
 
 class Filled(NamedTuple):
-    """A directory that an engine has written, and what it answered."""
-
     directory: Path
     tokens: dict[tuple[int, ...], tuple[int, ...]]
 
@@ -241,7 +231,6 @@ def fill(model, offloading, asked, **changes):
 
 
 def computed(model, offloading, asked, **changes):
-    """Return the tokens of an engine that computes and stores the prompts, and ends."""
     with Engine(model, offloading, **changes) as engine:
         answers = engine.answer(asked)
         engine.settle()
@@ -254,7 +243,6 @@ _references: dict[tuple[str, str, int], dict[tuple[int, ...], Reference]] = {}
 
 
 def right(model, given, new_tokens=NEW_TOKENS, **changes):
-    """Return the tokens that an engine without offloading answers, asked once for each prompt."""
     known = _references.setdefault((model, repr(sorted(changes.items())), new_tokens), {})
     missing = [prompt for prompt in given if tuple(prompt) not in known]
     if missing and Path(model).name == "llama" and new_tokens == NEW_TOKENS and not (known or changes):
@@ -271,7 +259,6 @@ def right(model, given, new_tokens=NEW_TOKENS, **changes):
 
 
 def reference(output):
-    """Return an answer's tokens, with those of each step that are nearly as likely."""
     found = Reference(output.token_ids)
     found.choices = []
     for step in output.logprobs:

@@ -8,7 +8,6 @@ PATIENCE_S = 10.0  # A process that was told to end, or killed, is gone within i
 
 
 def runners():
-    """Return the process ids of this test run's runners, also of those that nobody owns any more."""
     found: set[int] = set()
     for pid in processes():
         try:
@@ -22,12 +21,10 @@ def runners():
 
 
 def leftovers():
-    """Name what is there now."""
     return shared_memory("kvtier-vllm-", "vllm_offload_") | {f"runner {pid}" for pid in runners()}
 
 
 def wait_until_gone(before):
-    """Wait for what was not there before to go; return what did not."""
     until = time.monotonic() + PATIENCE_S
     while (left := leftovers() - before) and time.monotonic() < until:
         time.sleep(0.05)

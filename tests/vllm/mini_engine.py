@@ -52,8 +52,6 @@ BLOCK_TOKENS, HEADS, HEAD_DIM, LAYERS = 32, 4, 32, 4
 
 
 class MiniEngine:
-    """One engine, stepped until all requests are answered."""
-
     def __init__(self, model, extra, blocks):
         self.config = EngineArgs(
             model=model,
@@ -98,7 +96,6 @@ class MiniEngine:
         self.cached: dict[str, int] = {}
 
     def answer(self, prompts, name):
-        """Run prompts to their end; return how many tokens of each were not computed."""
         requests = [
             Request(f"{name}-{index}", prompt, sampling(), None, block_hasher=self.hasher)
             for index, prompt in enumerate(prompts)
@@ -111,8 +108,7 @@ class MiniEngine:
         return [self.cached[request.request_id] for request in requests]
 
     def step(self, requests):
-        output = self.scheduler.schedule()
-        connector_output = KVConnectorOutput()
+        output, connector_output = self.scheduler.schedule(), KVConnectorOutput()
         self.worker.bind_connector_metadata(output.kv_connector_metadata)
         self.worker.handle_preemptions(output.kv_connector_metadata)
         self.worker.start_load_kv(None)
@@ -164,7 +160,6 @@ class MiniEngine:
 
 
 def block_bytes(tokens, block):
-    """Return a block's bytes, one row a layer."""
     seed = hashlib.sha256(repr(list(tokens[: (block + 1) * BLOCK_TOKENS])).encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(seed[:7], "big"))
     size = HEADS * BLOCK_TOKENS * 2 * HEAD_DIM * 2
@@ -195,7 +190,6 @@ def doors(disk):
 
 
 def exposition(engine):
-    """Have vLLM declare and observe what the engine reports, and return what a scrape would show."""
     kinds = (prometheus_client.Counter, prometheus_client.Gauge, prometheus_client.Histogram)
     registry = prometheus_client.CollectorRegistry()
     made = {kind: partial(kind, registry=registry) for kind in kinds}
@@ -206,7 +200,6 @@ def exposition(engine):
 
 
 def run(model, disk, door):
-    """Ask one engine after another, over one disk; return hits, blocks that were wrong, and the last one's metrics."""
     dice = random.Random(0)
     prompts = [[dice.randrange(1_024) for _ in range(1_000)] for _ in range(4)]
     report: dict[str, Any] = {"hits": {}, "wrong_blocks": 0}

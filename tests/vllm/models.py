@@ -17,7 +17,6 @@ def llama_of_few_heads(folder):
 
 
 def another_llama(folder):
-    """The same shapes, other weights."""
     return _saved(folder / "llama-other", lambda: _llama_config(4), seed=1)
 
 
@@ -91,6 +90,5 @@ def _llama_config(kv_heads):
 def _saved(path, config, seed=0):
     if not (path / "config.json").exists():
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16)
-        model.save_pretrained(path)
+        transformers.AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16).save_pretrained(path)
     return str(path)

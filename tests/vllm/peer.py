@@ -12,7 +12,6 @@ from tests.vllm.engines import NEW_TOKENS, Engine
 
 
 def start(target, *given):
-    """Start a function of a module in another process; it is given one end of a connection first."""
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
     process = context.Process(target=target, args=(theirs, *given))
@@ -22,7 +21,6 @@ def start(target, *given):
 
 
 def printed(target, *given):
-    """Run a function of a module in another process; return what was printed until it had ended well."""
     with NamedTemporaryFile("r") as output:
         process, _ = start(_print_to, output.name, target, *given)
         process.join()
@@ -73,7 +71,6 @@ class Peer:
 
 
 def serve(connection):
-    """Do what the test asks, until it closes the connection."""
     engine: Engine | None = None
     while True:
         try:

@@ -24,7 +24,6 @@ REMOTES: dict[str, type[Remote]] = {
 
 
 def tier_of(remote, *, quick=False, **changes):
-    """Return the tier that uses a service: the same configuration on every host."""
     timeout_s = QUICK_S if quick else PATIENT_S
     times = {} if remote.name == "fs" else {"timeout_s": timeout_s}
     limits = {**LIMITS, "deadline_s": 2 * timeout_s}

@@ -53,7 +53,6 @@ def with_one_import(folder, *lines):
 
 
 def run_example(name, folder):
-    """Run an example, as a shell in this folder does. This process has imported vLLM already."""
     os.chdir(folder)
     sys.path.insert(0, str(EXAMPLES))
     sys.argv = [str(EXAMPLES / name)]
@@ -94,7 +93,6 @@ def test_a_server_counts_on_metrics_and_tells_a_subscriber(tmp_path):
 
 
 def scraped(page):
-    """Return kvtier's series by name, tier and state."""
     lines = "".join(line + "\n" for line in page.splitlines() if line.startswith("kvtier_"))
     return {
         (sample.name, sample.labels.get("tier"), sample.labels.get("state")): sample.value

@@ -66,7 +66,6 @@ def test_a_directory_that_is_deleted_under_load(llama, disk):
 
 @pytest.fixture
 def mounted(tmp_path):
-    """Mount small file systems in memory; only root can."""
     place = tmp_path / "mounted"
     place.mkdir()
 
@@ -83,8 +82,7 @@ def mounted(tmp_path):
 
 
 def test_a_full_disk(llama, mounted):
-    disk = mounted("size=4m")
-    asked = prompts(6)
+    disk, asked = mounted("size=4m"), prompts(6)
     expected = right(llama, asked)
     with Engine(llama, kvtier(disk, cpu_bytes_to_use="5MiB")) as engine:
         for _ in range(3):
@@ -102,7 +100,6 @@ def faulty(disk, **changes):
 
 
 def ask_thrice(llama, extra, asked):
-    """Ask all prompts three times, with an engine that has to load them from its tier; return what it knows of it."""
     expected = right(llama, asked)
     with Engine(llama, extra | {"limits": {"close_s": 1.0}}) as engine:
         for _ in range(3):

@@ -34,7 +34,6 @@ def door(name, disk):
 
 
 def of_kvtier(engine, name):
-    """Return the tier, and what was ignored of hints."""
     if name == "first":
         return engine.ledger.tiers[0], engine.ledger.hints_ignored.counts
     tier = tier_of(engine)

@@ -35,7 +35,6 @@ from tests.vllm.test_secondary import behind_vllm
 
 @pytest.fixture(scope="module")
 def services(tmp_path_factory):
-    """Start each service once, when it is first asked for."""
     started: dict[str, Remote] = {}
 
     def service(name):
@@ -49,7 +48,6 @@ def services(tmp_path_factory):
 
 
 def on(remote, own=None, *, quick=False, **changes):
-    """Return the configuration of an engine on this service, behind a directory of its own if one is given."""
     tiers = [tier_of(remote, quick=quick, name="pool")]
     if own is not None:
         tiers.insert(0, {"type": "fs", "name": "own", "root": str(own), "locality": "LOCAL"})
@@ -166,7 +164,6 @@ def test_a_router_can_follow_by_vllms_events_where_every_block_is(llama, service
         with Engine(llama, extra, kv_events_config=events) as engine:
 
             def listen():
-                """Have the engine step, and tell the router what it said."""
                 engine.answer(prompts(1, tokens=BLOCK_TOKENS - 1))
                 engine.settle()
                 while socket.poll(timeout=0):
@@ -176,7 +173,6 @@ def test_a_router_can_follow_by_vllms_events_where_every_block_is(llama, service
                     router.hear(topic.decode(), batch)
 
             def blocks(prompt):
-                """Return the hashes of a prompt's whole blocks, as far as they were told."""
                 told = {tuple(event.token_ids): event.block_hashes[0] for event in heard if described(event)}
                 starts = range(0, PROMPT_HITS, BLOCK_TOKENS)
                 return [told.get(tuple(prompt[start : start + BLOCK_TOKENS]), b"") for start in starts]
@@ -214,7 +210,6 @@ def gone(event, tier):
 
 
 def sample(page, title):
-    """Run a sample of a page of the documentation; return its names."""
     text = (Path(__file__).parents[2] / "docs" / page).read_text()
     (code,) = re.findall(rf'```python title="{re.escape(title)}"\n(.*?)```', text, re.DOTALL)
     names: dict[str, Any] = {}
@@ -224,7 +219,6 @@ def sample(page, title):
 
 @contextmanager
 def subscribed(endpoint):
-    """Listen to an engine's events; it has yet to begin."""
     events = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint, topic="a")
     with zmq.Context() as context, context.socket(zmq.SUB) as socket:
         socket.subscribe("")

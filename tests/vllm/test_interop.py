@@ -17,8 +17,7 @@ WAYS = {
 
 
 def ours(disk, **changes):
-    tier = {"type": "fs", "root": str(disk), "unverified": "accept"}
-    return kvtier(None, secondary_tiers=[tier], **changes)
+    return kvtier(None, secondary_tiers=[{"type": "fs", "root": str(disk), "unverified": "accept"}], **changes)
 
 
 def folders(disk):
@@ -52,8 +51,7 @@ def test_canonical_pages_are_shared_with_vllm_at_another_size(llama, disk):
 
 
 def test_a_hybrid_models_directory_is_shared_without_an_option(checkpoints, disk):
-    model = gemma3(checkpoints)
-    asked = prompts(2)
+    model, asked = gemma3(checkpoints), prompts(2)
     expected = right(model, asked)
     disk.mkdir()
     assert fill(model, vllm_tiering(disk), asked, gpu_blocks=260) == expected

@@ -15,7 +15,6 @@ from tests.vllm.peer import start
 
 
 def answer_until_killed(connection, model, disk):
-    """Answer prompts with two workers; send the processes once the first ones are stored."""
     engine = Engine(model, kvtier(disk), tensor_parallel_size=2)
     engine.answer(prompts(2))
     engine.settle()
@@ -65,8 +64,7 @@ def descriptors():
 def test_two_engines_share_one_directory_at_the_same_time(llama, disk, peer):
     """The other engine, in another process, writes and reads what this one does."""
     asked = prompts(4)
-    expected = right(llama, asked)
-    extra = kvtier_files(disk, shared=True, cpu_bytes_to_use="5MiB")
+    expected, extra = right(llama, asked), kvtier_files(disk, shared=True, cpu_bytes_to_use="5MiB")
     with peer.engine(llama, extra) as other, Engine(llama, extra) as engine, ThreadPoolExecutor(1) as pool:
         theirs = pool.submit(lambda: [other.answer(given) for given in (asked[:2], *[prompts(2, seed=1)] * 6)])
         while not theirs.done():

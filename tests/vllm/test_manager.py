@@ -21,7 +21,6 @@ ROWS = 4
 
 @pytest.fixture
 def engine(monkeypatch):
-    """Return what makes an engine over tiers that have done everything by the time they are asked."""
     made: list[StepManager] = []
     start = StepManager
 
@@ -42,8 +41,6 @@ def engine(monkeypatch):
 
 
 class Both:
-    """One engine through vLLM's interface, and its equal through the step protocol."""
-
     def __init__(self, through, direct, mark):
         self.through, self.direct = VllmManager(through, Stats(), lambda: mark), direct
         self.contexts: dict[str, ReqContext] = {}
@@ -70,8 +67,7 @@ class Both:
 
     def load(self, name):
         keys, context = self.hits[name], self.contexts[name]
-        spec = self.through.prepare_load(keys, context)
-        assert list(spec.block_ids) == self.direct.prepare_load(keys, name)
+        assert list(self.through.prepare_load(keys, context).block_ids) == self.direct.prepare_load(keys, name)
         self.through.complete_load(keys, context)
         self.direct.complete_load(keys, name)
 

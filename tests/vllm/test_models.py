@@ -21,8 +21,7 @@ KINDS = {  # The model, and what its engine needs: GPU blocks for little more th
 )
 def test_models_of_every_kind_have_hits_and_are_right(checkpoints, disk, kind, blocks_per_chunk, least):
     make, gpu_blocks, changes = KINDS[kind]
-    model = make(checkpoints)
-    asked = prompts(5)
+    model, asked = make(checkpoints), prompts(5)
     expected = right(model, asked, **changes)
     start = partial(Engine, model, gpu_blocks=gpu_blocks, **changes)
     extra = kvtier(disk, blocks_per_chunk=blocks_per_chunk)
@@ -39,8 +38,7 @@ def test_models_of_every_kind_have_hits_and_are_right(checkpoints, disk, kind, b
 
 def test_latent_attention_answers_from_kvtiers_chunks_as_from_vllms_own(checkpoints, disk):
     """What vLLM's CPU build answers here depends on the batch, and on what is cached: both are the same."""
-    model = deepseek_v2(checkpoints)
-    asked = prompts(4)
+    model, asked = deepseek_v2(checkpoints), prompts(4)
     changes = {"gpu_blocks": 100, "max_num_seqs": 1}
     with Engine(model, vllm_tiering(None, blocks_per_chunk=4), **changes) as engine:
         expected = [tokens(engine.answer(asked)), tokens(engine.answer(asked))]
@@ -69,8 +67,7 @@ def test_fp8_kv_has_hits_is_right_and_has_names_of_its_own(llama, disk):
 
 
 def test_a_revision_of_the_weights_has_names_of_its_own(checkpoints, disk, tmp_path):
-    asked = prompts(2)
-    link = tmp_path / "model"
+    asked, link = prompts(2), tmp_path / "model"
     link.symlink_to(llama(checkpoints))
     fill(str(link), kvtier(disk, revision="one"), asked)
     expected = right(another_llama(checkpoints), asked)

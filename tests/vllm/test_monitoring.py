@@ -17,7 +17,6 @@ ROWS = 48  # One prompt of 31 chunks and half of another.
 
 @pytest.fixture(scope="module")
 def page(llama, tmp_path_factory):
-    """What vLLM serves when requests have found, missed and waited, one tier evicts, and one fails."""
     place = {"root": str(tmp_path_factory.mktemp("disk")), "layout": "files"}
     disk = {"type": "fs", "name": "disk", "capacity_bytes": 100 * BLOCK_BYTES, **place}
     inner, limits = {"type": "dummy", "capacity_bytes": "1GiB"}, {"store_chunks_in_flight": 8}
@@ -59,7 +58,6 @@ NAMES = ("kvtier_tier_stored_total", "vllm:prompt_tokens_total")
 
 
 def two_engines(connection, model, folder):
-    """Start a second engine beside a first, and end the first; send after each of the three what is counted."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # Each has a process, so that one can have two.
 
     def served(name):

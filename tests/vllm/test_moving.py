@@ -45,5 +45,4 @@ def test_every_option_of_vllms_that_the_page_names_exists(root):
 
 def test_the_page_names_every_type_of_tier_that_vllm_has_but_for_its_example():
     kvtiers = {vllm_plugin.TIER, vllm_plugin.SECOND}  # An engine of this process may have registered them.
-    types = SecondaryTierFactory._registry.keys() - {"example"} - kvtiers
-    assert all(f"`{name}`" in PAGE for name in types)
+    assert all(f"`{name}`" in PAGE for name in (SecondaryTierFactory._registry.keys() - {"example"} - kvtiers))

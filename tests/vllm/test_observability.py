@@ -59,7 +59,6 @@ def test_hits_name_their_source_and_facts_are_labels_that_were_declared(llama, d
 
 
 def watch_sources(engine):
-    """Collect what the connector tells vLLM of each external hit."""
     told: list[dict[CacheHitSource, int]] = []
     ask = engine.connector.get_external_cache_hit_sources
 

@@ -67,7 +67,6 @@ def hosts():
 
 @pytest.fixture
 def worker():
-    """Start workers' processes, which end with the test."""
     rows = (1 << 20) // (PAGE * WORKERS)
     with ExitStack() as at_end:
 

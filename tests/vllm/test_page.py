@@ -32,8 +32,7 @@ def test_every_configuration_of_the_page_is_accepted():
     assert connectors == [*[CONNECTOR] * (len(connectors) - 1), "OffloadingConnector"]
     assert all(map(read_line, configurations()))
     *first_door, second_door = [given["kv_connector_extra_config"] for given in configurations()]
-    read = [read_options(extra).cpu_bytes_to_use for extra in first_door]
-    assert read == [256 << 30, 128 << 30]
+    assert [read_options(extra).cpu_bytes_to_use for extra in first_door] == [256 << 30, 128 << 30]
     (tier,) = second_door["secondary_tiers"]
     options = read_secondary_options({name: tier[name] for name in tier.keys() - VLLMS_OWN})
     assert (options.backend, options.options["capacity_bytes"]) == ("fs", "1TiB")
@@ -68,8 +67,7 @@ def test_a_table_of_options_names_every_field_with_its_default(heading, options,
 
 
 def test_the_hints_of_the_page_are_hints():
-    ignored = IgnoredHints()
-    written = re.findall(r'"kvtier": (\{.*?\})', PAGE)
+    ignored, written = IgnoredHints(), re.findall(r'"kvtier": (\{.*?\})', PAGE)
     assert len(written) == 3
     for hint in written:
         assert hint_of(json.loads(hint.replace("True", "true")), ignored) is not None, ignored.counts

@@ -17,8 +17,7 @@ def test_full_attention_is_shared_by_every_tensor_parallel_size(llama, disk, sto
 
 def test_workers_own_pages_are_each_sizes_own(llama, disk):
     asked = prompts(2)
-    expected = right(llama, asked)
-    own = kvtier(disk, canonical_layout=False)
+    expected, own = right(llama, asked), kvtier(disk, canonical_layout=False)
     fill(llama, own, asked)
     with Engine(llama, own, tensor_parallel_size=2) as engine:
         for cached in (0, PROMPT_HITS):
@@ -30,8 +29,7 @@ def test_workers_own_pages_are_each_sizes_own(llama, disk):
 @pytest.mark.parametrize("canonical", [None, True])
 def test_heads_of_which_every_worker_has_a_copy_are_right_at_every_size(checkpoints, disk, canonical):
     """Rows of several workers have room for every copy, so that their length keeps the sizes apart."""
-    model = llama_of_few_heads(checkpoints)
-    asked = prompts(2)
+    model, asked = llama_of_few_heads(checkpoints), prompts(2)
     extra = kvtier(disk) if canonical is None else kvtier(disk, canonical_layout=canonical)
     expected = right(model, asked), right(model, asked, tensor_parallel_size=2)
     assert fill(model, extra, asked) == expected[0]
@@ -45,8 +43,7 @@ def test_heads_of_which_every_worker_has_a_copy_are_right_at_every_size(checkpoi
 
 @pytest.mark.parametrize("canonical", [None, True])
 def test_latent_attention_is_shared_by_every_size_if_pages_are_canonical(checkpoints, disk, canonical):
-    model = deepseek_v2(checkpoints)
-    asked = prompts(2)
+    model, asked = deepseek_v2(checkpoints), prompts(2)
     extra = kvtier(disk) if canonical is None else kvtier(disk, canonical_layout=canonical)
     changes = {"gpu_blocks": 100, "max_num_seqs": 1}
     one = fill(model, extra, asked, **changes)

@@ -10,7 +10,6 @@ Step = tuple[int, int, float, float]  # Tokens of prompts, of answers; when it w
 
 
 def measured(steps, steps_max=1):
-    """Run steps past a meter, each at its times, and return the tokens and seconds of prefill."""
     meter = PrefillMeter(steps_max)
     calls = [(begun, 1, (prefill, decode)) for prefill, decode, begun, _ in steps]
     calls += [(ended, 0, ()) for *_, ended in steps]

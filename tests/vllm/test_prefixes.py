@@ -11,9 +11,7 @@ BLOCK_BYTES = 64 << 10  # Of the tiny llama, for 32 tokens.
 
 
 def families(count, sizes=(256, 512, 900), seed=3):
-    """Return prompts that share prefixes of different lengths, in random order."""
-    dice = random.Random(seed)
-    trunks = prompts(4, tokens=1_000, seed=seed)
+    dice, trunks = random.Random(seed), prompts(4, tokens=1_000, seed=seed)
     ends = prompts(count, tokens=100, seed=seed + 1)
     made = [dice.choice(trunks)[: dice.choice(sizes)] + end for end in ends]
     dice.shuffle(made)
@@ -66,8 +64,7 @@ def test_a_primary_smaller_than_one_prompt_gives_its_leading_part(llama, disk):
 
 
 def test_requests_aborted_at_random_disturb_no_other(llama, disk):
-    dice = random.Random(5)
-    asked = families(40)
+    dice, asked = random.Random(5), families(40)
     expected = dict(zip(map(tuple, asked), right(llama, asked), strict=True))
     with Engine(llama, kvtier(disk, cpu_bytes_to_use=8 * MIB), gpu_blocks=96) as engine:
         for _ in range(3):

@@ -109,7 +109,6 @@ def test_a_server_of_a_vllm_that_differs_does_not_start_and_names_the_signature(
 
 @contextmanager
 def served(folder, name, lines, environment):
-    """Start a server by the README's lines, with other names and less memory; give it once it answers."""
     model, disk, log, port = folder / "model", folder / "tier", folder / f"{name}.log", free_port()
     for written, here in ((readme.MODEL, str(model)), (readme.DIRECTORY, str(disk)), (HOST_MEMORY, LESS_MEMORY)):
         assert lines.count(written) == 1
@@ -148,7 +147,6 @@ def healthy(address):
 
 
 def asked(server, prompt=PROMPT, params=None):
-    """Return the answer to a prompt with these `kv_transfer_params`, and how many of its tokens were cached."""
     body = json.dumps({"model": str(server.model), "prompt": prompt, "max_tokens": 8, "temperature": 0})
     if params is not None:
         body = f'{body[:-1]}, "kv_transfer_params": {params}}}'
@@ -160,7 +158,6 @@ def asked(server, prompt=PROMPT, params=None):
 
 
 def counted(address, metric):
-    """Return what a server's /metrics says of a metric, all its labels together."""
     with urllib.request.urlopen(f"{address}/metrics") as answer:
         lines = [line for line in answer.read().decode().splitlines() if line.startswith(metric)]
     return sum(float(line.rpartition(" ")[2]) for line in lines)

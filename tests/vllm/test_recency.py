@@ -34,16 +34,14 @@ def test_of_a_prompt_that_does_not_fit_the_beginning_survives(llama):
         for prompt in asked[:2]:
             engine.answer([prompt])
             engine.settle()
-        survivors = [key in engine.ledger.primary.ready for key in keys[0]]
-        assert survivors == [True] * 10 + [False] * (CHUNKS - 10)
+        assert [key in engine.ledger.primary.ready for key in keys[0]] == [True] * 10 + [False] * (CHUNKS - 10)
 
 
 def test_a_hybrid_models_prompts_that_do_not_all_fit_hit_no_less_than_with_vllms_own_manager(checkpoints):
     """Its groups' keys come one group after the other, and long prompts in pieces."""
     trunks, ends = prompts(3, tokens=700), prompts(6, tokens=280, seed=9)
     asked = [trunks[index % 3][:depth] + end for index, (depth, end) in enumerate(zip(DEPTHS, ends, strict=True))]
-    memory = 96 * GEMMA_BLOCK_BYTES
-    answers = {}
+    memory, answers = 96 * GEMMA_BLOCK_BYTES, {}
     for name, extra in {
         "kvtier": kvtier(cpu_bytes_to_use=memory),
         "vllm": vllm_tiering(None, cpu_bytes_to_use=memory),
@@ -58,7 +56,6 @@ def test_a_hybrid_models_prompts_that_do_not_all_fit_hit_no_less_than_with_vllms
 
 
 def keys_by_prompt(engine):
-    """Collect the keys of each request, in prefix order, as the manager is asked for them."""
     asked: list[list[OffloadKey]] = []
     seen: dict[str, list[OffloadKey]] = {}
     finished = engine.manager.on_request_finished

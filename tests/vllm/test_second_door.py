@@ -27,16 +27,13 @@ ANSWERS = {LookupResult.HIT: True, LookupResult.MISS: False, LookupResult.RETRY:
 
 
 class Played(Bridge):
-    """A runner whose part the test plays."""
-
     kind, pid = "played", 0
 
     def __init__(self):
         super().__init__()
         self.sent: list[messages.Action] = []
         self.admitted: list[int] = []
-        self.replaced = 0
-        self.full = False
+        self.replaced, self.full = 0, False
 
     def send(self, actions):
         if self.full:
@@ -56,8 +53,6 @@ class Played(Bridge):
 
 
 class Scene:
-    """A tier, the runner behind it, and the requests that vLLM has told it of."""
-
     def __init__(self, bridge_of, region, patch, action_chunks=2):
         def start(spec, rows, config):
             self.bridge: Any = bridge_of(config, region)
@@ -100,7 +95,6 @@ class Scene:
         list(self.tier.take_events())
 
     def sent(self):
-        """End a step, and take what was sent since the last call."""
         self.tier.on_schedule_end(None)
         sent, self.bridge.sent = self.bridge.sent, []
         return sent
@@ -117,8 +111,6 @@ class Scene:
 
 @pytest.fixture
 def play(monkeypatch):
-    """Return what makes a scene, with other facts of the tier, which has said what it has: `found`."""
-
     def made(*found, scanned=True, **spec):
         scene = Scene(lambda config, region: Played(), Region.private(ROWS, ROW_BYTES), monkeypatch)
         scene.tier.tier.spec = scene.tier.tier.spec._replace(**spec)

@@ -22,8 +22,6 @@ class Given(NamedTuple):
 
 
 class Nothing(KVTierOffloadingSpec):
-    """A spec whose manager keeps nothing and finds nothing."""
-
     def get_manager(self) -> VllmManager:
         manager = super().get_manager()
         assert isinstance(manager, VllmManager)

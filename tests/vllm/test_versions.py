@@ -21,7 +21,6 @@ SOURCES = os.environ.get("VLLM_NEWER")  # A folder `vllm-VERSION` with a wheel's
 
 @pytest.fixture(scope="module")
 def report(llama, tmp_path_factory):
-    """Return the report of the newer version."""
     if SOURCES is None:
         pytest.skip("VLLM_NEWER names no folder with a newer vLLM's Python files (make test-vllm has one)")
     folder = tmp_path_factory.mktemp("newer")

@@ -32,11 +32,8 @@ END_S = 60.0
 
 
 class NativeFiles:
-    """LMCache's native client: batches to C++ threads, an eventfd when one has ended."""
-
     def __init__(self, root, region, call_chunks):
-        self._client = LMCacheFSClient(root, WORKERS, "", True, 0)
-        self._call_chunks = call_chunks
+        self._client, self._call_chunks = LMCacheFSClient(root, WORKERS, "", True, 0), call_chunks
 
     def store(self, keys, rows):
         self._run(self._client.submit_batch_set, keys, rows)

@@ -104,12 +104,10 @@ def compare_disks(folder, given, peers):
             for name in peers:
                 for way, limit in (("load", "load"), ("store", "store"), ("store, full", "store")):
                     ours, theirs = measured[f"{way} {layout} {lanes}"], measured[f"{limit} {name}"]
-                    settings = {"layout": layout, "lanes": lanes}
-                    yield row_of(way, ours, theirs, name, settings, chunk_bytes=chunk_bytes)
+                    yield row_of(way, ours, theirs, name, {"layout": layout, "lanes": lanes}, chunk_bytes=chunk_bytes)
 
 
 def disk_sides(name, tier, region, stack):
-    """Return loads of stored chunks, and stores of new ones; all of them stay until the end."""
     kept, rows = new_keys(region.rows), [region.row(index) for index in range(region.rows)]
     for number, row in enumerate(rows):
         row[:] = number.to_bytes(4, "big") * (region.row_bytes // 4)

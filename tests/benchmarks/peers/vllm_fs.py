@@ -49,11 +49,8 @@ def spec_of(chunk_bytes):
 
 
 class VllmFs:
-    """vLLM's tier, driven as its manager does: a job a request, polled."""
-
     def __init__(self, root, region, call_chunks, *, native):
-        view = region.view.cast("B", (region.rows, region.row_bytes))
-        self._native = native
+        view, self._native = region.view.cast("B", (region.rows, region.row_bytes)), native
         self._call_chunks = call_chunks
         self._tier = FileSystemTierManager(spec_of(region.row_bytes), view, "fs", root)
         assert self._tier._use_o_direct

@@ -100,8 +100,7 @@ def measure(rounds):
 
 
 def _steps_of(name, caller, dice):
-    new = []
-    keys = REQUESTS_A_STEP * KEYS_A_REQUEST
+    new, keys = [], REQUESTS_A_STEP * KEYS_A_REQUEST
 
     def work():
         for batches in new:
@@ -115,8 +114,7 @@ def _steps_of(name, caller, dice):
 
 
 def _operations(rounds):
-    dice = random.Random(7)
-    sides = []
+    dice, sides = random.Random(7), []
     for name, make in (("kvtier", lambda: kvtier_caller(0)), ("vllm", lambda: caller_of(CPUOffloadingManager(ROWS)))):
         storing, loading = make(), make()
         present = Caller.random_keys(ROWS, random.Random(11))

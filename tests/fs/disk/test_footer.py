@@ -57,10 +57,8 @@ def test_the_format_is_what_was_published():
     assert page[:8] == b"\x89kvtier\n"
     assert page[8:16] == (1).to_bytes(4, "little") + (36).to_bytes(4, "little")
     assert page[16:24] == (2_097_152).to_bytes(8, "little")
-    assert page[24:32] == bytes.fromhex("efcdab8967452301")
-    assert page[32:64] == bytes(range(100, 132))
-    assert page[64:100] == bytes(range(32)) + b"\0\0\0\x07"
-    assert page[100:4_088] == bytes(3_988)
+    assert (page[24:32], page[32:64]) == (bytes.fromhex("efcdab8967452301"), bytes(range(100, 132)))
+    assert (page[64:100], page[100:4_088]) == (bytes(range(32)) + b"\0\0\0\x07", bytes(3_988))
     assert page[4_088:] == bytes.fromhex("87417f936c3dae22")
 
 

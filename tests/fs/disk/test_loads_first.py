@@ -39,7 +39,6 @@ def patient(monkeypatch):
 
 
 def wait_for_one(lanes):
-    """Wait for a lane that has begun and was not told to end."""
     pause = threading.Event()
     for _ in range(2_000):
         for lane in lanes:

@@ -42,9 +42,7 @@ class Watched(Context):
 
     def __init__(self, places=PLACES):
         super().__init__(places)
-        self.under_way = 0
-        self.most = 0
-        self.takes = places
+        self.under_way, self.most, self.takes = 0, 0, places
         self.error = 0  # With which all that is not taken is refused.
 
     def start(self, places):
@@ -70,8 +68,7 @@ def watched(monkeypatch):
 
 @pytest.fixture
 def file(tmp_path):
-    content = random.Random(0).randbytes(PAGES * PAGE)
-    path = tmp_path / "file"
+    content, path = random.Random(0).randbytes(PAGES * PAGE), tmp_path / "file"
     path.write_bytes(content)
     fd = os.open(path, os.O_RDONLY)
     yield fd, content
@@ -79,8 +76,6 @@ def file(tmp_path):
 
 
 class Asked:
-    """Reads of a file's pages, and what was told of each."""
-
     def __init__(self, fd, pages, page_bytes=PAGE):
         memory = memoryview(mmap.mmap(-1, max(1, len(pages)) * page_bytes))[: len(pages) * page_bytes]
         self.rows = [memory[at : at + page_bytes] for at in range(0, len(memory), page_bytes)]
@@ -117,8 +112,7 @@ def test_what_the_kernel_does_not_take_is_read_all_the_same(file, watched, takes
     watched.takes, watched.error = takes, errno.EAGAIN
     asked = Asked(file[0], list(range(PAGES)))
     Reads(1 << 20)(asked.wanted)
-    assert asked.told == [[PAGE]] * PAGES
-    assert b"".join(asked.rows) == file[1]
+    assert (asked.told, b"".join(asked.rows)) == ([[PAGE]] * PAGES, file[1])
 
 
 def test_a_read_that_cannot_be_says_why_and_costs_no_other(file):
@@ -127,8 +121,7 @@ def test_a_read_that_cannot_be_says_why_and_costs_no_other(file):
     Reads(1 << 20)(asked.wanted)
     told = asked.told.pop(3)[0]
     assert isinstance(told, OSError)
-    assert told.errno == errno.EBADF
-    assert asked.told == [[PAGE]] * 7
+    assert (told.errno, asked.told) == (errno.EBADF, [[PAGE]] * 7)
 
 
 def test_without_a_context_reads_are_done_one_by_one(file, monkeypatch):
@@ -161,8 +154,7 @@ def test_nothing_is_under_way_when_asking_or_telling_fails(file, watched, fails)
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_fork_has_contexts_of_its_own(outside, file, monkeypatch):
-    results = spoiled(monkeypatch, lambda result: result)
-    asked = Asked(file[0], list(range(PAGES)))
+    results, asked = spoiled(monkeypatch, lambda result: result), Asked(file[0], list(range(PAGES)))
     Reads(1 << 20)(asked.wanted)
     if not (child := os.fork()):
         Reads(1 << 20)(asked.wanted)
@@ -202,9 +194,7 @@ def test_reads_of_what_is_no_disk_are_not_queued(open_folder, mount):
 
 
 def spoiled(monkeypatch, spoil):
-    """Change results of queued reads; return the original ones."""
-    results = []
-    wait = Context.wait
+    results, wait = [], Context.wait
 
     def changed(self, under_way):
         ended = wait(self, under_way)

@@ -33,8 +33,7 @@ async def test_a_directory_on_nfs_is_filled_to_its_capacity(open_tier, lender, r
     tier = await open_tier(capacity_bytes=CAPACITY_BYTES, **options)
     stored = 0
     while not tier.counters().evicted:
-        outcomes = await tier.store(lender.writes(keys_of(BATCH_CHUNKS, stored)))
-        assert list(outcomes) == [None] * BATCH_CHUNKS
+        assert list(await tier.store(lender.writes(keys_of(BATCH_CHUNKS, stored)))) == [None] * BATCH_CHUNKS
         stored += BATCH_CHUNKS
     assert CAPACITY_BYTES * 0.8 < taken_bytes(root) <= CAPACITY_BYTES
 

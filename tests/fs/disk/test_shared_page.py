@@ -52,16 +52,14 @@ def test_nothing_is_promised_before_the_directory_was_counted(open_page):
     page = open_page()
     assert page.reserve(10, 100) is None
     counted(page, 40)
-    assert page.reserve(100, 100) == 60
-    assert page.taken() == (40, 60)
+    assert (page.reserve(100, 100), page.taken()) == (60, (40, 60))
 
 
 def test_what_one_promises_the_other_cannot(one_and_other):
     one, two = one_and_other
     assert (one.reserve(70, 100), two.reserve(70, 100)) == (70, 30)
     one.settle(70, 50)
-    assert two.taken() == (50, 30)
-    assert two.exchange(20, 15) == 15
+    assert (two.taken(), two.exchange(20, 15)) == ((50, 30), 15)
     assert two.taken() == (30, 45)
 
 
@@ -87,8 +85,7 @@ def test_a_count_beside_stores_is_at_least_what_is_there(one_and_other):
 
 
 def test_a_damaged_page_says_that_nothing_is_known(open_page, ledger):
-    page = counted(open_page(), 10)
-    whole = ledger.read_bytes()
+    page, whole = counted(open_page(), 10), ledger.read_bytes()
     for damage in (b"", b"?" * PAGE_BYTES, whole[:-1] + b"!", whole[:-1], whole[:8] + b"\2" + whole[9:]):
         ledger.write_bytes(damage)
         assert page.reserve(10, 100) is None
@@ -98,8 +95,7 @@ def test_a_damaged_page_says_that_nothing_is_known(open_page, ledger):
 
 
 def test_every_flipped_bit_is_seen(open_page, ledger):
-    page = counted(open_page(), 10)
-    old = ledger.read_bytes()
+    page, old = counted(open_page(), 10), ledger.read_bytes()
     page.settle(page.reserve(77, 100) or 0, 33)
     new = ledger.read_bytes()
     for bit in range(8 * PAGE_BYTES):
@@ -114,8 +110,7 @@ def test_every_flipped_bit_is_seen(open_page, ledger):
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_room_that_was_promised_stays_promised_on_a_new_page(bits, open_page, ledger):
     one, two = counted(open_page(), 10), open_page()
-    assert one.reserve(60, 100) == 60
-    assert two.reserve(5, 100) == 5
+    assert (one.reserve(60, 100), two.reserve(5, 100)) == (60, 5)
     page = bytearray(ledger.read_bytes())
     for bit in bits:
         page[bit // 8] ^= 1 << bit % 8
@@ -123,8 +118,7 @@ def test_room_that_was_promised_stays_promised_on_a_new_page(bits, open_page, le
     counted(two, 10)
     assert two.reserve(5, 100) is None, "the first has not said what it has promised"
     assert two.taken() is None
-    assert one.taken() == (10, 65)
-    assert two.reserve(50, 100) == 25
+    assert (one.taken(), two.reserve(50, 100)) == ((10, 65), 25)
     one.settle(60, 0)
     two.settle(30, 0)
     assert one.taken() == two.taken() == (10, 0)
@@ -155,8 +149,7 @@ def test_a_count_that_began_before_the_page_was_lost_is_not_taken(one_and_other,
 
 
 def test_a_page_that_is_older_than_one_that_was_seen_is_not_taken(open_page, ledger):
-    page = counted(open_page(), 10)
-    old = ledger.read_bytes()
+    page, old = counted(open_page(), 10), ledger.read_bytes()
     page.settle(0, 80)
     ledger.write_bytes(old)
     assert page.reserve(90, 100) is None
@@ -171,8 +164,7 @@ def test_a_page_is_what_was_published(open_page, ledger):
     former = body + xxh3_64_intdigest(body).to_bytes(8, "little")
     ledger.write_bytes(former)
     page = open_page()
-    assert page.taken() == (30, 0)
-    assert page.reserve(50, 100) == 50
+    assert (page.taken(), page.reserve(50, 100)) == ((30, 0), 50)
     ledger.write_bytes(former)  # As one of its processes does that has seen nothing of ours.
     assert page.taken() == (30, 50)
 
@@ -260,8 +252,7 @@ def test_a_slot_that_another_process_has_had_meanwhile_stays_its(one_and_other, 
 
 def test_who_waits_behind_a_call_that_fails_fails_with_it(one_and_other, system_call):
     page, _ = one_and_other
-    hanging = system_call("pread", error=errno.EIO, sticks=True)
-    told = []
+    hanging, told = system_call("pread", error=errno.EIO, sticks=True), []
 
     def ask():
         try:
@@ -279,5 +270,4 @@ def test_who_waits_behind_a_call_that_fails_fails_with_it(one_and_other, system_
     hanging._opened.set()
     for thread in asking:
         thread.join()
-    assert len(told) == 4
-    assert hanging.times == 1
+    assert (len(told), hanging.times) == (4, 1)

@@ -17,12 +17,9 @@ KEYS = keys_of(1)
 
 
 class Looks(LoadsFirst):
-    """Gives way to nobody, and counts how often it was asked to."""
-
     def __init__(self, slice_bytes):
         super().__init__()
-        self._slice_bytes = slice_bytes
-        self.taken = 0
+        self._slice_bytes, self.taken = slice_bytes, 0
 
     @property
     def slice_bytes(self):
@@ -55,8 +52,7 @@ async def test_short_reads_and_writes_are_gone_on_with(open_tier, lender, monkey
 
 @pytest.mark.parametrize("call", ["pwritev", "rename", "a device that takes no more"])
 async def test_a_failed_write_leaves_what_was_there(open_tier, lender, root, system_call, monkeypatch, call):
-    tier = await open_tier(holds=KEYS)
-    files = {path for path in root.rglob("*") if path.is_file()}
+    tier, files = await open_tier(holds=KEYS), {path for path in root.rglob("*") if path.is_file()}
     with monkeypatch.context() as patch:
         if call in ("pwritev", "rename"):
             system_call(call, error=errno.EIO)

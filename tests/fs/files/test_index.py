@@ -64,8 +64,7 @@ def test_a_later_scan_renews_the_chunks_that_other_processes_used(index):
     index.scanned([FileEntry(A, 512, 1_000), FileEntry(B, 512, 1_010)])
     index.scanned([FileEntry(A, 512, 1_100)])
     index.scan_ended(complete=True)
-    assert [file.key for file in index.unused_since(1_050)] == [B]
-    assert gone_from(index) == [A]
+    assert ([file.key for file in index.unused_since(1_050)], gone_from(index)) == ([B], [A])
 
 
 def test_a_removal_does_not_reach_what_was_stored_after_it_began(index):
@@ -180,5 +179,4 @@ def test_chunks_from_before_the_start_go_by_their_last_use_whatever_batch_they_c
     uses = [(time_ns, key_of(number)) for number, time_ns in enumerate(random.Random(7).sample(range(10_000), 2_000))]
     for start in range(0, len(uses), 300):
         index.scanned([FileEntry(key, 512, time_ns) for time_ns, key in uses[start : start + 300]])
-    chosen = [victim.key for _ in range(200) for victim in index.victims(10)]
-    assert chosen == [key for _, key in sorted(uses)]
+    assert [victim.key for _ in range(200) for victim in index.victims(10)] == [key for _, key in sorted(uses)]

@@ -51,8 +51,7 @@ async def test_files_that_no_load_would_take_are_skipped_and_counted(open_tier, 
 async def test_the_tier_answers_while_it_is_scanned(open_tier, stored, lender, hurry, system_call):
     await stored(keys_of(3))
     hurry()
-    listing = system_call("scandir", sticks=True)
-    tier = await open_tier()
+    listing, tier = system_call("scandir", sticks=True), await open_tier()
     await listing.wait_entered()
     assert list(await tier.probe(keys_of(5))) == [True, True, True, False, False]
     assert await lender.recall(tier, keys_of(4)) == [*whole(keys_of(3)), "ChunkMissing"]
@@ -77,10 +76,8 @@ async def test_what_is_deleted_beside_the_scan_stays_deleted(open_tier, stored, 
 
 
 async def test_an_index_that_is_whole_answers_without_a_system_call(open_tier, system_call):
-    tier = await open_tier(holds=keys_of(2), scanned=True)
-    asked = system_call("stat")
-    assert list(await tier.probe(keys_of(3))) == [True, True, False]
-    assert asked.times == 0
+    tier, asked = await open_tier(holds=keys_of(2), scanned=True), system_call("stat")
+    assert (list(await tier.probe(keys_of(3))), asked.times) == ([True, True, False], 0)
 
 
 async def test_an_unreadable_folder_leaves_the_tier_asking(open_tier, stored, lender, path_of, system_call):
@@ -89,8 +86,7 @@ async def test_an_unreadable_folder_leaves_the_tier_asking(open_tier, stored, le
     lists_it = lambda name, flags, *_, **__: flags & os.O_DIRECTORY and name.endswith(hidden)  # noqa: E731
     system_call("open", error=errno.EACCES, only=lists_it)
     tier = await open_tier()
-    assert await scanned(tier, complete=False) == {key_of(1)}
-    assert tier.counters().scan_failed == 1
+    assert (await scanned(tier, complete=False), tier.counters().scan_failed) == ({key_of(1)}, 1)
     assert list(await tier.probe(keys_of(3))) == [True, True, False]
     assert await lender.recall(tier, keys_of(1)) == whole(keys_of(1))
 
@@ -108,7 +104,6 @@ def sleeper(outside):
 
 @pytest.fixture
 def sweep(tmp_path):
-    """Put a file there, 1 hour old, sweep over it, and say whether it is gone."""
     root_fd = os.open(tmp_path, os.O_RDONLY)
     sweep = TemporarySweep(root_fd, Writer.this_process(), NOW_S, Remains(root_fd))
 
@@ -127,13 +122,11 @@ def test_temporaries_have_names_of_their_own_that_say_whose_they_are():
     writer = Writer.this_process()
     assert (writer.pid, writer) == (os.getpid(), Writer.this_process())
     names = {temporary_name(writer) for _ in range(100)}
-    assert len(names) == 100
-    assert {writer_of(name) for name in names} == {writer}
+    assert (len(names), {writer_of(name) for name in names}) == (100, {writer})
 
 
 def test_a_live_processs_temporary_is_left_alone(sweep, sleeper):
-    here = Writer.this_process()
-    assert not sweep(temporary_name(Writer(here.boot, sleeper.pid, started_at(sleeper.pid) or 0)))
+    assert not sweep(temporary_name(Writer(Writer.this_process().boot, sleeper.pid, started_at(sleeper.pid) or 0)))
 
 
 def test_a_dead_processs_temporary_is_swept(sweep, sleeper):
@@ -176,6 +169,5 @@ async def test_the_tier_sweeps_what_it_finds_at_its_start(open_tier, stored, len
             (folder / temporary_name(writer)).write_bytes(b"half")
     (root / mapper.folder / temporary_name(dead)).mkdir()
     tier = await open_tier(scanned=True)
-    assert tier.counters().scan_swept == 3
-    assert len(temporaries(root)) == 3
+    assert (tier.counters().scan_swept, len(temporaries(root))) == (3, 3)
     assert await lender.recall(tier, keys_of(2)) == whole(keys_of(2))

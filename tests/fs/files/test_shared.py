@@ -55,8 +55,7 @@ async def back(page):
 
 def used_bytes(root, mapper):
     (path,) = (root / mapper.folder).glob("ledger*")
-    page = read_page(path.read_bytes())
-    return page.used_bytes
+    return read_page(path.read_bytes()).used_bytes
 
 
 async def test_each_sees_what_the_others_store_and_delete(open_tier, lender):
@@ -205,8 +204,7 @@ async def test_a_tier_whose_page_was_away_from_the_start_is_filled_later(open_ti
 
 
 async def test_the_page_is_told_the_rest_when_it_is_back(open_tier, lender, root, system_call, hasty):
-    tier = await open_tier(**SHARED, holds=keys_of(4))
-    stored = threading.Event()
+    tier, stored = await open_tier(**SHARED, holds=keys_of(4)), threading.Event()
     renamed = system_call("rename", only=lambda *_, **__: stored.set() is not None)
     failing = system_call("pwrite", error=errno.EIO, only=lambda fd, *_: is_page(fd) and stored.is_set())
     await lender.keep(tier, keys_of(16, 4))  # What was promised for them stays promised, until the page is back.
@@ -228,8 +226,7 @@ async def test_an_unreadable_folder_does_not_count_as_empty(open_tier, lender, r
     if page == "gone":
         await one.aclose(DEADLINE_S)
         next(root.rglob("ledger*")).unlink()
-    failing = system_call("scandir", error=errno.EIO)
-    tier = await open_tier(**SHARED)
+    failing, tier = system_call("scandir", error=errno.EIO), await open_tier(**SHARED)
     if page == "gone":
         assert {type(outcome) for outcome in await tier.store(lender.writes(keys_of(16, 16)))} == {NoSpace}
     else:

@@ -14,7 +14,6 @@ __all__ = ["open_with"]
 
 @pytest.fixture
 def kept_pool(keep, pool):
-    """A pool, so that its keeper ends after the tiers."""
     keep(Place.of_pool(pool))
     return pool
 

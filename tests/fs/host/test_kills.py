@@ -36,9 +36,7 @@ class Journal:
     """For each key, the versions that may be at the root: one that was confirmed, or of a store that was cut short."""
 
     def __init__(self):
-        self.versions = defaultdict(lambda: {MISSING})
-        self.confirmed = 0
-        self._begun = {}
+        self.versions, self.confirmed, self._begun = defaultdict(lambda: {MISSING}), 0, {}
 
     def hear(self, lines):
         for line in lines:

@@ -87,8 +87,7 @@ async def test_memory_is_taken_as_it_is_needed_never_above_the_capacity_and_give
 async def test_without_memory_for_a_segment_chunks_are_refused_and_the_rest_stays(open_with, monkeypatch):
     lender = Lender(ROW_BYTES)
     tier = await open_with(MemoryBackend, capacity_bytes="1GiB", chunk_bytes=ROW_BYTES)
-    keys = keys_of(20)
-    await lender.keep(tier, keys)
+    await lender.keep(tier, keys_of(20))
 
     def none_is_free(size_bytes):
         raise ConfigError(f"{size_bytes:,} bytes of host memory were asked for and 0 are free")

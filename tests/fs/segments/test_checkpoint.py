@@ -96,8 +96,7 @@ def test_a_chunk_with_a_long_key_is_left_to_the_scan_and_no_segment_is_trusted(c
     keys = [OffloadKey(bytes(length)) for length in (KEY_BYTES_MAX + 1, KEY_BYTES_MAX)]
     checkpoint.write([checkpoint_module.Remembered("x/00000001.seg", 0, 2, 5)], snapshot(keys))
     memory = checkpoint.read()
-    assert keys_in(checkpoint) == keys[1:]
-    assert memory.segments[0].written_at_ns == 0
+    assert (keys_in(checkpoint), memory.segments[0].written_at_ns) == (keys[1:], 0)
 
 
 def test_a_checkpoint_names_the_tiers_own_open_segments_alone(tmp_path):
@@ -136,8 +135,7 @@ def test_a_checkpoint_of_another_version_or_namespace_is_ignored(folder, checkpo
     other = FileMapper(Namespace(model_name="org/model", layout="LBHNC"))
     assert SlotCheckpoint(folder, other, counters, ROW_BYTES).read() is None
     assert SlotCheckpoint(folder, mapper, counters, 2 * ROW_BYTES).read() is None
-    assert counters.totals().checkpoints_ignored == 2
-    assert keys_in(checkpoint) == keys_of(1)
+    assert (counters.totals().checkpoints_ignored, keys_in(checkpoint)) == (2, keys_of(1))
     content = bytearray(path.read_bytes())
     struct.pack_into("<I", content, 8, 2)
     path.write_bytes(with_checksum(bytes(content[:-8])))
@@ -169,24 +167,20 @@ async def test_a_checkpoint_is_written_every_so_often(open_tier, lender, root, m
         publish(folder, name, pieces)
         published.release()
 
-    tier = await open_tier(**SEGMENTS, checkpoint_s=0.01, scanned=True)
-    await lender.keep(tier, keys_of(3))
+    await lender.keep(await open_tier(**SEGMENTS, checkpoint_s=0.01, scanned=True), keys_of(3))
     monkeypatch.setattr(Folder, "publish", publish_and_say)
     for _ in range(2):  # The first may have begun before the chunks were stored.
         assert await asyncio.to_thread(published.acquire, timeout=DEADLINE_S)
     copy = shutil.copytree(root, root.with_name("copy"))  # As after a kill: the first has not closed.
-    another = await open_tier(**SEGMENTS | {"root": str(copy)}, scanned=True)
-    assert another.counters().checkpoint_chunks == 3
+    assert (await open_tier(**SEGMENTS | {"root": str(copy)}, scanned=True)).counters().checkpoint_chunks == 3
 
 
 async def test_closing_in_no_time_leaves_the_last_checkpoint(open_tier, stored, path):
     await stored(keys_of(2), **SEGMENTS)
-    content = path.read_bytes()
-    tier = await open_tier(**SEGMENTS, scanned=True)
+    content, tier = path.read_bytes(), await open_tier(**SEGMENTS, scanned=True)
     await tier.delete(keys_of(2))
     await tier.aclose(0)
-    assert await tier.aclose(DEADLINE_S) == (0,)
-    assert path.read_bytes() == content
+    assert (await tier.aclose(DEADLINE_S), path.read_bytes()) == ((0,), content)
 
 
 async def test_two_ranks_have_checkpoints_of_their_own(open_tier, root, lender):
@@ -215,8 +209,6 @@ def stop_the_walk(hurry, system_call):
 
 @pytest.fixture
 def untrusted(stored, root, path):
-    """Store chunks; return the checkpoint that names them, of which the next start trusts no segment."""
-
     async def untrusted(chunks):
         await stored(keys_of(chunks), **SEGMENTS)
         touch(root)
@@ -235,8 +227,7 @@ async def test_a_restart_knows_every_chunk_and_no_other(open_tier, lender, path,
     first, keys = await open_tier(**SEGMENTS), keys_of(40)
     await lender.keep(first, keys)
     await first.aclose(DEADLINE_S)
-    old = path.read_bytes()
-    second = await open_tier(**SEGMENTS)
+    old, second = path.read_bytes(), await open_tier(**SEGMENTS)
     await lender.keep(second, keys[:10], version=1)
     await second.delete(keys[30:])
     await lender.keep(second, keys_of(3, start=100))

@@ -74,8 +74,7 @@ async def test_two_tiers_on_one_directory_write_to_segments_of_their_own(open_ti
     assert await lender.recall(second, keys_of(4)) == whole(keys_of(4))
     await lender.keep(second, keys_of(4, start=10))
     await lender.keep(second, [KEY], version=1)
-    assert len(segments(root)) == 2
-    assert await lender.recall(second, [KEY]) == [label(KEY, 1)]
+    assert (len(segments(root)), await lender.recall(second, [KEY])) == (2, [label(KEY, 1)])
     assert await lender.recall(first, [KEY]) == [label(KEY)]
     await first.delete(keys_of(4))
     await lender.keep(first, keys_of(80, start=200))  # What was read of the first one's slots is no more.
@@ -261,8 +260,7 @@ async def test_chunks_in_a_segment_taken_for_unusable_do_not_go_for_room(open_ti
     for start in range(100, 220, 40):
         await lender.keep(second, keys_of(40, start=start))
     await second.aclose(DEADLINE_S)
-    third = await open_tier(**SEGMENTS, capacity_bytes="8MiB")
-    assert await lender.recall(third, keys_of(4)) == whole(keys_of(4))
+    assert await lender.recall(await open_tier(**SEGMENTS, capacity_bytes="8MiB"), keys_of(4)) == whole(keys_of(4))
 
 
 async def test_a_closed_tiers_segments_are_free_though_a_fork_has_them(open_tier, tier, lender, root):
@@ -292,8 +290,7 @@ async def test_a_pruned_slots_segment_may_be_another_one_by_then(stored, root, m
 
     root_fd = os.open(root, os.O_RDONLY)
     contents = SegmentsDirectory(root_fd, time.time_ns(), Disk(root_fd).taken_bytes)
-    files = contents.files(str(segment.relative_to(root)))
-    (chunk,) = [file for file in files if file.kind is not Kind.BESIDE]
+    (chunk,) = [file for file in contents.files(str(segment.relative_to(root))) if file.kind is not Kind.BESIDE]
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "flock", too_late)
         assert not contents.remove(chunk)
@@ -364,8 +361,7 @@ async def test_a_removed_segment_gives_way_to_a_new_one(tier, open_tier, lender,
     another = segment.read_bytes() if segment.exists() else None
     assert await lender.recall(tier, keys_of(4)) == whole(keys_of(4))
     assert kinds(await tier.store(lender.writes(keys_of(2, start=10)))) == ["TransferFailed"] * 2
-    assert list(await tier.probe(keys_of(4))) == [False] * 4
-    assert tier.occupancy().chunks == 0
+    assert (list(await tier.probe(keys_of(4))), tier.occupancy().chunks) == ([False] * 4, 0)
     await until(lambda: not open_without_a_name(root))  # Then its room is free.
     if another is None:
         await lender.keep(tier, keys_of(2, start=20))

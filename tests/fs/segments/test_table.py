@@ -17,8 +17,6 @@ KEYS = 3  # Few, and hardly fewer slots: they are fought over.
 
 
 class Disk:
-    """Footers by slot, as they outlive a process."""
-
     def __init__(self):
         self.footers = {}
 
@@ -35,18 +33,15 @@ class CatalogMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.disk = Disk()
-        self.clock = 1_000
+        self.disk, self.clock = Disk(), 1_000
         self.stores = []  # Key, slot, sequence number, whether written.
         self.least = {}  # The oldest that may be found: what a store has answered None for.
-        self.deleting = set()
-        self.policy = False
+        self.deleting, self.policy = set(), False
         self.checkpoint = []  # Written at an earlier moment.
         self.in_use = {}  # By the slot that is stored to.
         self.table = self.started()
 
     def started(self):
-        """Recall a checkpoint and read the footers of a disk, as a start does."""
         table = SlotTable(LRU(100) if self.policy else None)
         table.add(len(self.disk.footers))
         if self.checkpoint:
@@ -224,8 +219,7 @@ def test_free_slots_are_a_set_that_is_given_out_in_runs(steps):
 
 
 def held(table, count):
-    first = table.add(count)
-    table.free.add(first, count)
+    table.free.add(table.add(count), count)
     table.scan_ended(complete=True)
     for key in keys_of(count):
         (slot,) = table.take_free(1)
@@ -237,8 +231,7 @@ def test_what_a_call_is_at_does_not_go():
     table = SlotTable(None)
     keys = held(table, 3)
     with table.in_use([keys[0], keys[0], keys[1]]):
-        assert len(table.evict(3, ())) == 1
-        assert [key in table for key in keys] == [True, True, False]
+        assert (len(table.evict(3, ())), [key in table for key in keys]) == (1, [True, True, False])
     assert len(table.evict(3, ())) == 2
     table = SlotTable(None)
     first, *_ = keys = held(table, 3)
@@ -274,8 +267,7 @@ def test_slots_that_are_being_wiped_are_unsettled():
     table.outdated.retire(1, None)
     table.scan_ended(complete=True)
     for _ in range(2):
-        assert table.outdated.take_due() == [1]
-        assert table.unsettled() == [1]
+        assert (table.outdated.take_due(), table.unsettled()) == ([1], [1])
         assert table.clear_range(0, 3) is None
         table.outdated.still_due([1])
     assert table.outdated.take_due() == [1]
@@ -289,7 +281,6 @@ def test_what_a_failed_store_may_have_left_is_waited_for():
     (old,) = held(table, 1)
     (slot,) = table.evict(1, ())
     table.failed(key_of(7), slot)
-    assert set(table.outdated.keys()) == {old, key_of(7)}
-    assert table.outdated.take_due() == [slot]
+    assert (set(table.outdated.keys()), table.outdated.take_due()) == ({old, key_of(7)}, [slot])
     table.outdated.clear(slot)
     assert not [*table.outdated.keys(), *table.outdated.slots()]

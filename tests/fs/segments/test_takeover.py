@@ -70,8 +70,7 @@ async def test_a_segment_is_taken_over_as_its_footers_say(open_tier, stored, len
     assert await lender.recall(second, keys) == expected
     await second.aclose(DEADLINE_S)
     third = await open_tier(layout="segments", capacity_bytes="4MiB")
-    assert await lender.recall(third, keys) == expected
-    assert third.counters().corrupt == {}
+    assert (await lender.recall(third, keys), third.counters().corrupt) == (expected, {})
 
 
 def test_a_segment_is_taken_over_from_the_dead_alone_and_only_if_it_is_there(open_folder, root, mapper):

@@ -18,15 +18,11 @@ _OVER = Hint(over=True)
 
 
 class Future(NamedTuple):
-    """What comes after each request of a trace."""
-
     last: Sequence[bool]  # Whether its session is over.
     returns_s: Sequence[float | None]  # When its session returns, from its own arrival on; None: never.
 
 
 class Saying(NamedTuple):
-    """How much an oracle says, and how true it is."""
-
     over: float = 0.0  # The share of the sessions' last requests that are said to be.
     returns: float = 0.0  # The share of the requests that return of which it is said when.
     error: float = 0.0  # The time is wrong by a factor of e to a normal variate with this standard deviation.
@@ -56,7 +52,6 @@ def future(requests, block_tokens):
 
 
 def hinted(requests, known, saying):
-    """Give the requests with an oracle's hints. A request that has a hint keeps that one."""
     for request, hint in zip(requests, hints(known, saying), strict=True):
         yield request if hint is None or request.hint is not None else replace(request, hint=hint)
 
@@ -69,8 +64,7 @@ def hints(known, saying):
 
 def _overs(known, saying):
     """Yield, for each request, whether it is said to be the last: true for a share, and lies for as many as asked."""
-    dice = random.Random(f"{saying.seed} over")
-    ends = sum(known.last)
+    dice, ends = random.Random(f"{saying.seed} over"), sum(known.last)
     others = max(1, len(known.last) - ends)
     lies = saying.over * ends * saying.lies / (1 - saying.lies) / others
     for last in known.last:
@@ -84,8 +78,7 @@ def _returns(known, saying):
     others = len(known.returns_s) - len(times)
     lies = saying.lies * len(times) / max(1.0, len(known.returns_s) - saying.lies * others)
     for after_s in known.returns_s:
-        said = dice.random() < saying.returns
-        lied = dice.random() < lies
+        said, lied = dice.random() < saying.returns, dice.random() < lies
         another_s = dice.choice(times) if times else 0.0
         error = math.exp(dice.gauss(0.0, saying.error))
         if not said or (after_s is None and not lied):
@@ -98,9 +91,7 @@ ALL_KINDS = Saying(over=0.6, returns=0.5, error=0.5, lies=0.2, seed=14)
 
 
 def told(trace):
-    """Give the requests hints of all kinds, true and wrong."""
-    dice = random.Random(14)
-    known = future(trace, trace.block_tokens)
+    dice, known = random.Random(14), future(trace, trace.block_tokens)
     return [replace(each, hint=_more(each.hint, dice)) for each in hinted(trace, known, ALL_KINDS)]
 
 

@@ -15,8 +15,7 @@ class Traces:
     """The folder of the real traces. A test that asks for a file that is not there is skipped."""
 
     def __init__(self, folder):
-        self._folder = folder
-        self._extents = {}
+        self._folder, self._extents = folder, {}
 
     def __truediv__(self, name):
         path = self._folder / name

@@ -36,14 +36,12 @@ def engine_hits(requests, policy, capacity):
             while hits < len(keys) and engine.lookup(keys[hits], str(number)) is LookupResult.HIT:
                 hits += 1
             yield hits
-            plan = engine.prepare_store(keys[:capacity], str(number))
-            engine.complete_store(plan.keys, str(number))
+            engine.complete_store(engine.prepare_store(keys[:capacity], str(number)).keys, str(number))
             engine.on_request_finished(str(number), hint=request.hint if number % 2 else None)
             engine.end_step()
 
 
 def started(config, clock):
-    """Start as `StepManager.start` does, with a clock of the test's."""
     region = make_region(config)
     return StepManager(config, region, ThreadBridge(config, region), clock=clock)
 
@@ -54,7 +52,6 @@ def key_of(block):
 
 @functools.cache
 def generated(limit):
-    """Return requests without hints, the same with hints of all kinds, and their extent."""
     trace = GeneratedTrace(limit=limit)
     return list(trace), told(trace), measure(trace)
 
@@ -81,8 +78,7 @@ def test_with_hints_of_all_kinds_under_every_policy(policy, share):
 @pytest.mark.parametrize("policy", known_policies())
 def test_with_hints_on_real_chats_under_every_policy(thorough, traces, policy):
     trace = Trace(traces / "mooncake_conversation.jsonl.gz", limit=3_000)
-    capacity = measure(trace).capacity(0.05)
-    requests = told(trace)
+    capacity, requests = measure(trace).capacity(0.05), told(trace)
     assert list(engine_hits(requests, policy, capacity)) == list(simulation(policy)(requests, capacity))
 
 

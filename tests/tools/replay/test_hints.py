@@ -73,7 +73,6 @@ class Classed(NamedTuple):
     unsaid: Sequence[float]  # Hit ratios, by a thousand requests.
 
     def gains(self, said):
-        """Return how much more is found with hints, by a thousand requests."""
         return [told - untold for told, untold in zip(found(self.requests, said), self.unsaid, strict=True)]
 
 
@@ -87,8 +86,7 @@ def found(requests, said):
 def classed(request, thorough):
     """Give a generated trace, of whose first 6,000 requests' blocks the cache holds a twentieth."""
     requests = list(GeneratedTrace(Workload(requests=10_000, seed=request.param)))
-    returns = [not last for last in future(requests, 512).last]
-    return Classed(requests, returns, found(requests, [None] * len(requests)))
+    return Classed(requests, [not last for last in future(requests, 512).last], found(requests, [None] * len(requests)))
 
 
 def test_a_class_whose_sessions_return_more_often_is_learned_whatever_its_name(classed):
@@ -128,6 +126,5 @@ def known_agents(agents):
 
 @pytest.mark.parametrize(("share", "least"), [(0.5, 0.60), (1.0, 0.66)])
 def test_hints_of_when_agents_return_are_worth_more_than_a_policy(traces, agents, known_agents, share, least):
-    saying = Saying(returns=share, error=0.5, seed=1)
-    told = said(saying, known_agents)
+    told = said(Saying(returns=share, error=0.5, seed=1), known_agents)
     assert hit_ratio(Trace(agents, checked=True), traces.extent(AGENTIC), 0.01, told) >= least

@@ -19,8 +19,7 @@ def test_sizes_policies_and_simulate_report_the_same_hit_ratio(thorough, traces,
     path = traces / CONVERSATION
     memory_bytes = traces.extent(CONVERSATION).capacity(SHARE) * CHUNK_BYTES
     if not overlap:
-        requests = Trace(path, checked=True)
-        path = tmp_path / "apart.jsonl"
+        requests, path = Trace(path, checked=True), tmp_path / "apart.jsonl"
         write_trace(path, (structs.replace(each, timestamp_ms=APART_MS * at) for at, each in enumerate(requests)))
     config = tmp_path / "engine.toml"
     config.write_text(f'cpu_bytes_to_use = {memory_bytes}\nchunk_bytes = "{CHUNK_BYTES}B"\n')

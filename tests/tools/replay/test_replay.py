@@ -151,8 +151,7 @@ async def test_a_trace_that_turns_out_bad_ends_the_replay_with_its_own_error(tmp
 
 
 async def test_calls_are_timed_and_totals_are_sampled(requests):
-    steps = []
-    replay = replay_of(requests, {"type": "dummy"}, rows=300)
+    steps, replay = [], replay_of(requests, {"type": "dummy"}, rows=300)
     tally = await replay.run(lambda: steps.append(replay.tally.requests))
     assert (steps, len(tally.latencies_s["fetch"])) == (list(range(1, len(requests) + 1)), len(requests))
     assert {"put", "0:dummy load", "0:dummy store"} <= tally.latencies_s.keys()

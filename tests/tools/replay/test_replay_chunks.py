@@ -22,8 +22,7 @@ def test_exchanged_mixed_shifted_short_chunks_and_a_wrong_bit_are_found_and_abse
     source = ChunkSource(4_096)
     keys = list(map(source.key, range(9)))
     good = list(map(bytes, source.chunks(keys)))
-    mixed = good[2][:8] + good[3][8:16] + good[2][16:]
-    shifted = good[4][8:] + good[4][:8]
+    mixed, shifted = good[2][:8] + good[3][8:16] + good[2][16:], good[4][8:] + good[4][:8]
     flipped = bytes([good[6][0] ^ 1]) + good[6][1:]
     given = [good[1], good[0], mixed, good[3], shifted, good[5], flipped, good[7][:-8]]
     assert source.wrong(keys, list(map(memoryview, given))) == [keys[index] for index in (0, 1, 2, 4, 6, 7)]

@@ -6,12 +6,8 @@ from kvtier.tools.replay.replay import BlockClaims
 
 
 class Watched:
-    """Claims whose requests run as tasks; records those that were let through."""
-
     def __init__(self):
-        self.order = BlockClaims()
-        self.through = []
-        self.turns = {}
+        self.order, self.through, self.turns = BlockClaims(), [], {}
         self.tasks = {}
 
     async def admit(self, name, blocks):

@@ -18,7 +18,6 @@ CONFIG = EngineConfig.from_dict({**SIZES, "secondary_tiers": [DISK]})
 
 
 def tally_of(samples):
-    """Return the tally of a replay that found a half of ten chunks a request, a second each."""
     tally = ReplayTally(samples, ROW_BYTES)
     for number in range(1, samples + 1):
         tally.requests = number
@@ -64,8 +63,7 @@ def test_the_json_has_every_figure_under_its_name():
 
 
 def test_what_the_primary_refused_is_in_the_json_and_the_table(capsys):
-    tally = tally_of(1)
-    refused = {"stores": 3, "promotions": 4}
+    tally, refused = tally_of(1), {"stores": 3, "promotions": 4}
     tally.samples[-1] = tally.samples[-1]._replace(tiers={"cpu": tier_report(1, 1, 1, ROW_BYTES, refused=refused)})
     report = report_of(tally)
     assert json.loads(encoded(report))["tiers"]["cpu"]["refused"] == refused

@@ -93,8 +93,7 @@ async def one_by_one(config, requests):
         for request in requests:
             keys = list(map(source.key, request.hash_ids))
             with client.request() as request_id:
-                hits = await client.fetch(keys, request_id)
-                await client.put(keys, hits, request_id)
+                await client.put(keys, await client.fetch(keys, request_id), request_id)
             assert await manager.drain()
         tally.sample(manager.stats(), client.seconds)
     assert tally.wrong_chunks == 0
@@ -208,8 +207,7 @@ def test_decreasing_times_are_rejected_with_the_request():
 
 def test_without_tiering_prompts_queue_for_the_servers_and_are_computed_whole():
     requests = prompts((0, range(2)), (0, range(2)), (0, range(4)), (5_000, range(1)))
-    servers = servers_of(slots=2)
-    assert list(simulate.without_tiering_s(requests, [0.0, 0.0, 0.0, 5.0], servers)) == [2.0, 2.0, 6.0, 1.0]
+    assert list(simulate.without_tiering_s(requests, [0.0, 0.0, 0.0, 5.0], servers_of(slots=2))) == [2.0, 2.0, 6.0, 1.0]
 
 
 def test_a_prefix_in_the_primary_takes_the_time_of_its_copy_to_the_gpu():
@@ -246,8 +244,7 @@ WEIGHED_REQUESTS = 900  # Of the conversation: four minutes of it, and with them
 
 @pytest.mark.parametrize(("gb_per_s", "slow"), [(0.2, False), (1.0, False), (7.0, False), (7.0, True)])
 def test_no_disk_makes_a_conversation_wait_longer_than_none(thorough, traces, gb_per_s, slow):
-    trace = str(traces / CONVERSATION)
-    case = Case(trace, WEIGHED_REQUESTS, 64 << 30, gb_per_s, slow, weighed=True)
+    case = Case(str(traces / CONVERSATION), WEIGHED_REQUESTS, 64 << 30, gb_per_s, slow, weighed=True)
     found = replayed(case)
     assert found.wrong_chunks == 0
     assert max(found.p50, found.p99) <= 1.02

@@ -24,9 +24,7 @@ def requests_of(*prompts):
 
 
 def naive_hits(requests, capacity, *, renew):
-    """Run the study's model literally, on a list with the coldest block first."""
-    order = []
-    hits = []
+    order, hits = [], []
     for request in requests:
         blocks = request.hash_ids
         hits.append(next((place for place, block in enumerate(blocks) if block not in order), len(blocks)))
@@ -87,8 +85,7 @@ def test_an_unknown_policy_is_refused_with_the_known_ones():
 
 def assert_reference_ratios(traces, name, policy, sizes):
     reference = json.loads((traces / "reference_hit_ratios.json").read_text())[name]
-    extent = traces.extent(name)
-    trace = Trace(traces / name, checked=True)
+    extent, trace = traces.extent(name), Trace(traces / name, checked=True)
     for size in sizes:
         capacity = extent.capacity(float(size))
         assert capacity == reference["capacity_blocks"][size]
@@ -119,8 +116,6 @@ def prefix_chained(draw):
 
 
 def best_hits(requests, capacity):
-    """Try every set of blocks that could be kept after each request."""
-
     @cache
     def best_from(number, resident):
         if number == len(requests):
@@ -141,8 +136,7 @@ def test_no_choice_of_blocks_to_keep_gives_more_hits(requests, capacity):
 
 def test_outdated_entries_are_cleared_away_without_a_trace():
     """One prompt again and again outdates each entry as soon as it is made, more often than a heap is renewed."""
-    requests = [TraceRequest(0, 0, 0, tuple(range(100)))] * 1_500
-    assert list(opt_hits(requests, 50)) == [0] + [50] * 1_499
+    assert list(opt_hits([TraceRequest(0, 0, 0, tuple(range(100)))] * 1_500, 50)) == [0] + [50] * 1_499
 
 
 @pytest.mark.parametrize(

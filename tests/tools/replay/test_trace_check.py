@@ -19,8 +19,6 @@ CHAINED, LENGTHS, TIMES = "hash_ids must be chained", "hash_ids and input_length
 
 @pytest.fixture
 def told(tmp_path, caplog):
-    """Write requests as a trace, read it, and return the warnings."""
-
     def told(requests):
         path = tmp_path / "trace.jsonl"
         write_trace(path, requests)
@@ -116,8 +114,7 @@ def test_times_in_seconds_are_warned_of_with_the_rate_that_they_would_mean(told)
 def test_a_burst_and_a_trace_without_times_are_accepted(told):
     burst = [TraceRequest(number / 1_000, 512 * 40, 1, tuple(range(40))) for number in range(REQUESTS_MIN - 1)]
     assert told(burst) == []
-    timeless = [TraceRequest(7, 512 * 40, 1, tuple(range(40))) for _ in range(2 * REQUESTS_MIN)]
-    assert told(timeless) == []
+    assert told([TraceRequest(7, 512 * 40, 1, tuple(range(40))) for _ in range(2 * REQUESTS_MIN)]) == []
 
 
 def test_a_command_warns_in_one_line(tmp_path, capsys):
@@ -130,7 +127,6 @@ def test_a_command_warns_in_one_line(tmp_path, capsys):
 
 
 def kept_bytes(ids, ids_max):
-    """Return the bytes that the check keeps of a trace with `ids` distinct ids."""
     check = TraceCheck("trace", 1, ids_max=ids_max)
     tracemalloc.start()
     try:

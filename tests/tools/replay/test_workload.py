@@ -39,8 +39,7 @@ def test_whatever_the_workload_its_requests_are_a_well_made_trace(workload):
 
 def test_a_later_turn_begins_with_the_prompt_before_it():
     """All whole blocks of a prompt come again; the last one, partly filled, becomes another block."""
-    last = {}
-    later_turns = 0
+    last, later_turns = {}, 0
     for request in generate(Workload(requests=1_000)):
         previous = last.get(request.session_id)
         if previous:

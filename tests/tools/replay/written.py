@@ -16,6 +16,5 @@ def write_trace(path, requests, meta=None):
 
 
 def write_prompts(path, prompts, *, every_ms=1):
-    """Write prompts of whole blocks of 512 tokens; return the path."""
     write_trace(path, [TraceRequest(every_ms * at, 512 * len(ids), 9, tuple(ids)) for at, ids in enumerate(prompts)])
     return str(path)
