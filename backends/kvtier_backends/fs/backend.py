@@ -393,18 +393,11 @@ async def _shared_life(
 
 
 def _about(options: FsOptions | MemoryOptions) -> dict[str, str]:
-    about: dict[str, str] = {}
-    if isinstance(options, FsOptions):
-        about |= {"root": options.root, "layout": options.layout or ""}
-        if options.naming is not None:
-            about["naming"] = options.naming
-    elif options.shared:
-        about["pool"] = options.pool
+    names = ("root", "layout", "naming", *(("pool",) if options.shared else ()))
+    about = {name: str(value) for name in names if (value := getattr(options, name, None)) is not None}
     if options.capacity_bytes is not None:
         about["capacity"] = shown_bytes(options.capacity_bytes)
-    if options.shared:
-        about["shared"] = "with others"
-    return about
+    return about | ({"shared": "with others"} if options.shared else {})
 
 
 def _require_room_for_a_chunk(options: FsOptions | MemoryOptions, row_bytes: int) -> None:

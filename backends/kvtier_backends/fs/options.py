@@ -136,8 +136,7 @@ class MemoryOptions(Options, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     min_free_bytes: ClassVar[int] = 0
 
     capacity_bytes: PositiveSize
-    """Most bytes of memory that the tier takes at any moment. They are taken as they are needed, and given back at its
-    end."""
+    """Most bytes of memory that the tier takes at any moment. They are taken as they are needed."""
 
     eviction_policy: str = "lru"
     """Which chunks are evicted, as for the primary."""

@@ -26,14 +26,14 @@ from kvtier import backend as api
 from kvtier.backend import OffloadKey, pack_keys, unpack_keys
 from kvtier.errors import BackendError, ConfigError, KVTierError, Remedy
 from kvtier_backends.fs.disk.capacity import Capacity
-from kvtier_backends.fs.disk.footer import FOOTER_BYTES, ChunkFault, Packing
+from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Packing
 from kvtier_backends.fs.disk.lanes import start_lanes
 from kvtier_backends.fs.host.gate import Gate, Pass
 from kvtier_backends.fs.host.meeting import Place
 from kvtier_backends.fs.layout import Background, FsTier, OpenTier, PoolRoot, Scarce, SlotTier, open_tier, until
 from kvtier_backends.fs.options import FsOptions, MemoryOptions
 from kvtier_backends.fs.segments import wire
-from kvtier_backends.fs.segments.catalog import Doubt, Lease, LocalCatalog, Reservation
+from kvtier_backends.fs.segments.catalog import Lease, LocalCatalog, Reservation
 from kvtier_backends.fs.segments.layout import disk_catalog, pool_catalog
 from kvtier_backends.fs.segments.room import Space
 from kvtier_backends.fs.segments.segment import Segment
@@ -189,13 +189,7 @@ class Session:
                 case "reserve":
                     answer = await self._reserve(call.id, keys, namespace)
                 case "judge":
-                    doubts = [
-                        Doubt(key, slot, sequence, None if fault is None else ChunkFault(fault))
-                        for key, (slot, sequence, fault) in zip(keys, call.doubts, strict=True)
-                    ]
-                    answer = wire.Answer(
-                        call.id, verdicts=[(int(each[0]), *each[1:]) for each in map(catalog.judged, doubts)]
-                    )
+                    answer = wire.Answer(call.id, verdicts=list(map(catalog.judged, call.doubts)))
                 case _:
                     try:
                         await catalog.delete(keys)

@@ -50,10 +50,7 @@ class Verdict(IntEnum):
     CORRUPT = 4  # The chunk was dropped.
 
 
-class Judged(NamedTuple):
-    verdict: Verdict
-    slot: int = NO_SLOT  # If it has moved: where it is now, and the chunk's number there.
-    sequence: int = 0
+Judged = tuple[Verdict, int, int]  # If it has moved, with the slot where it is, and the chunk's number there.
 
 
 class Refusal(NamedTuple):
@@ -144,18 +141,18 @@ class LocalCatalog:
         table, (key, slot, sequence, fault) = self.table, doubt
         now = table.slot(key)
         if now is None:
-            return Judged(Verdict.GONE)
+            return Verdict.GONE, NO_SLOT, 0
         if now != slot or table.sequence(now) != sequence:
-            return Judged(Verdict.MOVED, now, table.sequence(now))
+            return Verdict.MOVED, now, table.sequence(now)
         if fault is None:
-            return Judged(Verdict.STAYS)
+            return Verdict.STAYS, NO_SLOT, 0
         if table.is_candidate(slot) or table.is_foreign(slot):
             table.lost(key)
-            return Judged(Verdict.GONE)
+            return Verdict.GONE, NO_SLOT, 0
         if fault in LEFT_ALONE:
-            return Judged(Verdict.LEFT)
+            return Verdict.LEFT, NO_SLOT, 0
         self._wiping.corrupt(key, slot, fault)
-        return Judged(Verdict.CORRUPT)
+        return Verdict.CORRUPT, NO_SLOT, 0
 
     def release(self, lease: Lease, loaded: Sequence[bool]) -> None:
         """End a lease; a loaded chunk counts as used. Never waits, so that a cancelled call can do it."""

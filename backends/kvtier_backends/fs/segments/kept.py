@@ -14,7 +14,7 @@ from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.layout import Counters, Work, until
 from kvtier_backends.fs.segments import wire
-from kvtier_backends.fs.segments.catalog import SCAN_PATIENCE_S, Doubt, Judged, Lease, Refusal, Reservation, Verdict
+from kvtier_backends.fs.segments.catalog import SCAN_PATIENCE_S, Doubt, Judged, Lease, Refusal, Reservation
 from kvtier_backends.fs.segments.segment import Header, Segment, Segments
 
 ANSWER_S = 10.0  # A keeper that does not answer for so long is stopped; its engines do without it.
@@ -94,9 +94,7 @@ class KeptCatalog:
         return Lease(keys, wire.unpacked("q", answer.slots), wire.unpacked("Q", answer.numbers), answer.id)
 
     async def judge(self, doubts: Sequence[Doubt]) -> Sequence[Judged]:
-        said = [(slot, sequence, None if fault is None else str(fault)) for _, slot, sequence, fault in doubts]
-        answer = await self._call("judge", [doubt.key for doubt in doubts], said)
-        return [Judged(Verdict(verdict), slot, sequence) for verdict, slot, sequence in answer.verdicts]
+        return (await self._call("judge", (), doubts)).verdicts
 
     def release(self, lease: Lease, loaded: Sequence[bool]) -> None:
         own = self._own.pop(lease.id)

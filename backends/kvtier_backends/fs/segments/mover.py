@@ -155,11 +155,12 @@ class SlotMover:
         again: list[SlotPart] = []
         if doubtful:
             doubts = [Doubt(part.key, part.slot, part.sequence, fault) for part, fault in doubtful]
-            for (part, fault), judged in zip(doubtful, await self._catalog.judge(doubts), strict=True):
-                if judged.verdict == Verdict.MOVED:
-                    again.append(part._replace(slot=judged.slot, sequence=judged.sequence))
-                if judged.verdict != Verdict.STAYS:
-                    outcomes[part.position] = self._outcome(part, fault, judged.verdict)
+            judged = await self._catalog.judge(doubts)
+            for (part, fault), (verdict, slot, sequence) in zip(doubtful, judged, strict=True):
+                if verdict == Verdict.MOVED:
+                    again.append(part._replace(slot=slot, sequence=sequence))
+                if verdict != Verdict.STAYS:
+                    outcomes[part.position] = self._outcome(part, fault, verdict)
         return again, sum(share.gone for share in shares)
 
     def _outcome(self, part: SlotPart, fault: ChunkFault | None, verdict: Verdict) -> Outcome:

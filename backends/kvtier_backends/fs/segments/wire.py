@@ -17,6 +17,7 @@ import msgspec
 from kvtier.backend import Advice, Namespace, OffloadKey, PackedKeys
 from kvtier.memory import let_go_in_forks
 from kvtier_backends.fs.layout import Scarce
+from kvtier_backends.fs.segments.catalog import Doubt, Judged
 
 PROTOCOL = 1
 LENGTH_BYTES = 4
@@ -52,7 +53,7 @@ class Call(Message, frozen=True):
     id: int
     kind: Literal["lease", "reserve", "delete", "judge", "report"]
     keys: PackedKeys
-    doubts: list[tuple[int, int, str | None]] = []  # Of judge, by key: slot, sequence number, fault.
+    doubts: list[Doubt] = []  # To be judged.
 
 
 class End(Message, frozen=True):
@@ -96,7 +97,7 @@ class Answer(Message, frozen=True):
     numbers: bytes = b""  # Of a lease: sequence numbers, u64. Of a reservation: positions, then the last number.
     own: bytes = b""  # Of a lease: 1 for each chunk that this session has stored.
     refusals: list[tuple[list[int], Scarce, int, str]] = []  # Positions, reason, and an error's number and text, or 0.
-    verdicts: list[tuple[int, int, int]] = []
+    verdicts: list[Judged] = []
     samples: Samples = []  # Of a report: metrics, without their prefix.
     failure: str = ""
 
