@@ -66,7 +66,6 @@ def supported():
 
 
 def pythons(wanted):
-    """Return a Python that runs for each of these versions."""
     found = {}
     for version in wanted:
         for name in candidates(version):

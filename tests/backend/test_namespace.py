@@ -340,7 +340,6 @@ AXES = "LBHNC"  # Layers, blocks of the chunk, heads, tokens, and a head's conte
 
 
 def row(chunk, layout, workers):
-    """A chunk as a row: each worker's share of the heads in the layout's order, one worker after the other."""
     shares = np.split(chunk, workers, axis=AXES.index("H"))
     return b"".join(np.transpose(share, [AXES.index(axis) for axis in layout]).tobytes() for share in shares)
 

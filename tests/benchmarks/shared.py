@@ -13,8 +13,8 @@ import mmap
 import os
 import random
 import statistics
-import sys
 import time
+from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -31,7 +31,6 @@ START_S = 120
 
 
 async def opened(kind, folder, engine, engines, row_bytes, side, room_bytes=64 << 20):
-    """Open one side's tier of an engine; stores evict: the capacity is four batches an engine."""
     context = TierContext(f"{engine}:{kind}", FileMapper(Namespace(model_name="m")), row_bytes)
     capacity_bytes = room_bytes * (engines if side == "shared" else 1)
     if kind == "memory":
@@ -75,8 +74,7 @@ async def engine_main(kind, folder, engine, engines, row_bytes, pipe, barrier):
 
 
 def engine_process(*args):
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(engine_main(*args))
+    uvloop.run(engine_main(*args))
 
 
 class Engines:
@@ -99,21 +97,17 @@ class Engines:
         return [pipe.recv() for pipe in self.pipes]
 
     def end(self):
-        for pipe in self.pipes:
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
             pipe.send(None)
-        for process in self.processes:
             process.join()
 
 
 def keeper_seconds(folder):
     ticks = 0
-    for stat in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if b"host.keeper" in (command := stat.read_bytes()) and bytes(folder) in command:
-                fields = (stat.parent / "stat").read_text().rpartition(") ")[2].split()
-                ticks += int(fields[11]) + int(fields[12])
-        except OSError:
-            continue
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if b"host.keeper" in (command := (process / "cmdline").read_bytes()) and bytes(folder) in command:
+                ticks += sum(map(int, (process / "stat").read_text().rpartition(") ")[2].split()[11:13]))
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
@@ -154,12 +148,8 @@ def fairness(kind, folder, engines, row_bytes, rounds, chance):
 async def attach(kind, folder, chunks):
     first = await opened(kind, folder, 0, 1, 4_096, "shared", chunks * 8_192 * 2)
     lender = Lender(4_096)
-    for keys in (
-        itertools.batched(keys_of(chunks), 1_000)
-        if sys.version_info >= (3, 12)
-        else (keys_of(1_000, start=start) for start in range(0, chunks, 1_000))
-    ):
-        await lender.keep(first, keys)
+    for start in range(0, chunks, 1_000):
+        await lender.keep(first, keys_of(1_000, start=start))
         lender.take_back()
     begun = time.perf_counter()
     second = await opened(kind, folder, 1, 1, 4_096, "shared", chunks * 8_192 * 2)

@@ -129,7 +129,6 @@ def nodes_pod(kind, path=NODE):
 
 
 def secrets_of_the_page():
-    """Return the Secrets that the page has its reader make: the file of each key."""
     commands = re.findall(r"kubectl .*create secret generic (\S+)((?:[\s\\]+--from-file=\S+)+)", PAGE)
     return {name: dict(re.findall(r"--from-file=(\S+?)=(\S+)", files)) for name, files in commands}
 

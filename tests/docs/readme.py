@@ -26,5 +26,4 @@ def section(heading):
 
 
 def anchor(heading):
-    """Return a heading's anchor, as GitHub makes it."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")

@@ -50,8 +50,6 @@ MAKE_HERE = f"make --directory {ROOT} --old-file .venv/.installed BIN={BIN} DEMO
 
 
 class Block(NamedTuple):
-    """A fenced block of code."""
-
     page: Path
     line: int  # Of its first line of code, from 1.
     language: str

@@ -31,7 +31,6 @@ def links(text):
 
 
 def headings(page):
-    """Return the anchors of a page's headings, as GitHub makes them."""
     tokens = MarkdownIt().parse(page.read_text())
     titles = [tokens[at + 1].children or [] for at, token in enumerate(tokens) if token.type == "heading_open"]
     return {readme.anchor("".join(part.content for part in title)) for title in titles}

@@ -73,8 +73,6 @@ async def open_engine(nothing_left):
 
 @pytest.fixture
 def start_engine(request, outside, nothing_left):
-    """Start an engine for a synchronous owner; it is closed at the end, which must leave nothing."""
-
     def start_engine(rows=8, *tiers, **fields):
         engine = StepManager.start(describe(rows, *tiers, runner="process", **fields))
         request.addfinalizer(engine.close)

@@ -63,7 +63,6 @@ async def put(engine, numbers, *, request_id=None):
 
 
 def store(engine, numbers):
-    """Store as a synchronous engine does, in one step."""
     steps, numbers = steps_of(engine), list(numbers)
     steps.on_new_request(f"store {numbers}")
     plan = steps.prepare_store(keys(numbers), f"store {numbers}")
@@ -75,7 +74,6 @@ def store(engine, numbers):
 
 
 async def emptied(open_engine, chunks, rows, *tiers, **fields):
-    """Open an engine whose tiers hold some chunks, and whose primary holds none."""
     engine = await open_engine(rows, *tiers, **fields)
     for first in range(0, chunks, rows):
         assert await put(engine, range(first, min(first + rows, chunks))) == min(rows, chunks - first)
@@ -105,7 +103,6 @@ async def found(engine, numbers, *, request_id=None):
 
 
 async def until(condition, engine=None):
-    """Wait until a condition holds; an engine given is kept stepping."""
     async with asyncio.timeout(PATIENCE_S):
         while not condition():
             if engine is not None:
@@ -114,7 +111,6 @@ async def until(condition, engine=None):
 
 
 async def kill_runner(engine, how=signal.SIGKILL):
-    """Kill the runner that is up, and wait until the engine knows."""
     (runner,) = children()
     lost = engine.stats().runners_lost
     os.kill(runner, how)

@@ -21,7 +21,6 @@ def told():
 
 
 def dropped(said, gone):
-    """Wait until the engine has gone, and return what was said of it."""
     wait_for(lambda: gc.collect() is None or gone() is None)  # A runner's thread may be about to wake it.
     return [str(each.message) for each in said if each.category is ResourceWarning and "kvtier" in str(each.message)]
 

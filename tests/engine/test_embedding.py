@@ -12,7 +12,6 @@ CONFIG = describe(ROWS, {"type": "dummy"})
 
 
 def loaded(engine, number, request_id):
-    """Forget the primary's chunk, and load it for a request."""
     assert engine.drain()
     assert engine.reset()
     engine.on_reset_flushed()

@@ -149,7 +149,6 @@ async def answered(engine, prompt_s):
 
 
 async def mean_s(engine, until_s, prompt_s):
-    """Answer the prompt over and over until then; return what one took in the mean."""
     times = []
     while now() < until_s:
         times.append(await answered(engine, prompt_s))

@@ -147,7 +147,6 @@ def bridge(outside):
 
 
 def kill_runner(bridge, until):
-    """Kill the runner that is up, and wait until the bridge says so, or that its successor is open."""
     came = len(bridge.mailbox)
     (runner,) = children()
     os.kill(runner, signal.SIGKILL)

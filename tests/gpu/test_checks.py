@@ -41,8 +41,6 @@ class Hasty(CudaCopier):
 
 
 def copiers_of(kind, *, at_once=True):
-    """Return copiers of this kind; without `at_once`, sources are read when the stream comes to it."""
-
     def copy(copies, stream, stable):
         batches(copies, stream, stable and at_once)
 

@@ -111,7 +111,6 @@ def _widened(spec, page_bytes):
 
 @st.composite
 def requests(draw, config, blocks_per_chunk, num_rows):
-    """Some of the blocks for each group, none for two of them, from any place in a chunk on, in any rows."""
     blocks = draw(st.permutations(range(config.num_blocks)))
     rows, groups = draw(st.permutations(range(num_rows))), list[GroupBlocks]()
     for _ in config.groups:

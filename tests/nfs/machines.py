@@ -71,7 +71,6 @@ class FileServer:
         self._folder, self._process = folder, None
 
     def start(self, *, graceless=False):
-        """Start, and return when clients are answered."""
         program = shutil.which("ganesha.nfsd")
         assert program, "ganesha.nfsd is not on the path"
         plugins = Path(program).parents[1] / "lib" / "x86_64-linux-gnu" / "ganesha"
@@ -111,7 +110,6 @@ class FileServer:
             self.signal(signal.SIGCONT)
 
     def kill(self):
-        """Kill it, stopped or not. Idempotent."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -189,7 +187,6 @@ class Guest:
             raise AssertionError(f"{self.name} does not answer {method}: {self.log()}") from None
 
     def kill(self):
-        """Kill it as a power cut does: nobody hears of it. Idempotent."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()

@@ -81,7 +81,6 @@ class ServerRemote(Remote):
         self.server.start()
 
     def kill(self):
-        """Kill the server at once; idempotent."""
         self.server.kill()
 
     def signal(self, number):

@@ -231,7 +231,6 @@ def open_book(name):
 
 
 def chunk_of(key, size_bytes):
-    """Make the chunk that belongs to a key: it says in each of its parts whose it is."""
     unit = key[:CHUNK_UNIT_BYTES].ljust(CHUNK_UNIT_BYTES, b"\0")
     return (unit * (size_bytes // CHUNK_UNIT_BYTES + 1))[:size_bytes]
 

@@ -64,7 +64,6 @@ class Service:
         self.ready.close()
 
     def ended(self, number=signal.SIGTERM):
-        """End the service by a signal, wait for its keepers to end, and return its status."""
         pidfds = list(map(os.pidfd_open, self.keepers()))
         self.process.send_signal(number)
         status = self.process.wait(PATIENCE_S)

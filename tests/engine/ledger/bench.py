@@ -24,7 +24,6 @@ def names_of(keys):
 
 
 def ending_at(keys, ends):
-    """Return a request's position: where each of these keys ends."""
     return dict(zip(keys, ends, strict=True)).get
 
 

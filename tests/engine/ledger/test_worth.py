@@ -9,7 +9,6 @@ from tests.engine.ledger.bench import HIT, MISS, PENDING, RETRY, SECONDS, Bench,
 
 
 def tier(*, rows=16, tiers=1, holds="abcdef", takes=None, **options):
-    """Make a ledger whose first tier holds a to f; computing a chunk takes a second."""
     made = Bench(rows, tiers, **{"computing_s": 1.0, **options})
     for index in range(tiers):
         made.knows_all(index)

@@ -27,7 +27,6 @@ PATIENCE_S = 20.0
 
 
 def keepers(place):
-    """Return the keeper processes of a place."""
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):
@@ -194,7 +193,6 @@ class KeeperThread:
             go_on.set()
 
     def ended(self):
-        """Wait until it has ended by itself."""
         self._thread.join(PATIENCE_S)
         return not self._thread.is_alive()
 

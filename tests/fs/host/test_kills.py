@@ -55,8 +55,6 @@ class Journal:
 
 @pytest.fixture
 def engines(launch, root, pool):
-    """Start processes that share the root and the pool."""
-
     def engines(count, work="share", **asked):
         asked = {"keys": KEYS, "engines": ENGINES, "capacity_bytes": CAPACITY_BYTES, **asked}
         asked |= {"pool": pool, "linger_s": LINGER_S, "answer_s": ANSWER_S, "hang_s": HANG_S}

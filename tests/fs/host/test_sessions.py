@@ -39,14 +39,11 @@ def kept_by(keep, place):
 
 @pytest.fixture
 def of_pool(keep, pool):
-    """A pool's keeper."""
     return keep(Place.of_pool(pool))
 
 
 @pytest.fixture
 def by_hand(peer, pool, of_pool):
-    """Return a function that begins a session in the pool by hand."""
-
     def by_hand(*, hello=True, **how):
         made, options = peer(Place.of_pool(pool)), MemoryOptions(pool=pool, shared=True, capacity_bytes=CAPACITY_BYTES)
         assert not hello or made.hello(common_options(options), **how).refusal == ""
@@ -56,7 +53,6 @@ def by_hand(peer, pool, of_pool):
 
 
 async def until_lost(tier, *, there=False):
-    """Call a tier until it has seen that its keeper is gone, or that there is one."""
     async with asyncio.timeout(PATIENCE_S):
         found = not there
         while found is not there:

@@ -79,7 +79,6 @@ async def test_damaged_chunks_are_misses_and_can_be_stored_again(open_tier, lend
 
 @pytest.fixture
 def opened_once(open_tier):
-    """Open one tier for all examples of a test."""
     opened = []
 
     async def opened_once(**options):

@@ -1,6 +1,7 @@
 """The memory tier keeps the contract, takes its memory as it needs it, and gives all of it back."""
 
 import os
+from contextlib import suppress
 
 import pytest
 
@@ -57,16 +58,16 @@ class TestMemoryByAdvice(Small, conformance.AdvisedConformance):
     pass
 
 
-def pool_bytes():
-    """Return what this process's pools take: of segments of memory that it has open."""
-    total = 0
+def pools():
+    """Yield the descriptors of this process's segments in memory."""
     for fd in os.listdir("/proc/self/fd"):
-        try:
+        with suppress(FileNotFoundError):
             if "kvtier-pool" in os.readlink(f"/proc/self/fd/{fd}"):
-                total += os.stat(f"/proc/self/fd/{fd}").st_blocks * 512
-        except FileNotFoundError:
-            continue
-    return total
+                yield int(fd)
+
+
+def pool_bytes():
+    return sum(os.fstat(fd).st_blocks * 512 for fd in pools())
 
 
 async def test_memory_is_taken_as_it_is_needed_never_above_the_capacity_and_given_back(open_with):
@@ -117,14 +118,9 @@ async def test_a_chunk_that_was_overwritten_in_memory_is_corrupt_and_dropped(ope
     tier = await open_with(MemoryBackend, capacity_bytes="16MiB", chunk_bytes=ROW_BYTES)
     await lender.keep(tier, [key])
     chunk = lender.chunk(key)
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            if "kvtier-pool" not in os.readlink(f"/proc/self/fd/{fd}"):
-                continue
-        except FileNotFoundError:
-            continue
-        if (at := os.pread(int(fd), 32 << 20, 0).find(chunk)) >= 0:
-            os.pwrite(int(fd), bytes([chunk[7] ^ 1]), at + 7)
+    for fd in pools():
+        if (at := os.pread(fd, 32 << 20, 0).find(chunk)) >= 0:
+            os.pwrite(fd, bytes([chunk[7] ^ 1]), at + 7)
     assert await lender.recall(tier, [key]) == ["ChunkCorrupt"]
     assert await lender.recall(tier, [key]) == ["ChunkMissing"]
     assert tier.counters().corrupt == {"payload": 1}
