@@ -18,7 +18,6 @@ from kvtier.errors import ConfigError, one_line
 from kvtier.tools.configuration import read, tiers
 
 PAUSES_S = (0.0, 0.1, 0.5, 1.0, 5.0)  # Before each start in a row; a keeper that ran for longer begins a new one.
-END_S = 15.0  # A keeper that is stopped ends when it goes on.
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # Blocked in keepers, too: they end with this process, however it ends.
 
 
@@ -46,7 +45,7 @@ def serve(
     signal.sigwait(SIGNALS)
     os.close(held)
     for thread in threads:
-        thread.join(END_S)
+        thread.join(15.0)  # A keeper that is stopped ends when it goes on.
 
 
 class Keepers(Collector):

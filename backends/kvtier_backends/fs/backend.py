@@ -45,13 +45,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 ItemT = TypeVar("ItemT", api.Read, api.Write)
 OptionsT = TypeVar("OptionsT", bound=FsOptions | MemoryOptions)
-
+Layout = FilesLayout | SegmentsLayout
 
 LOOK_EVERY_S = 10.0
 END_S = 1.0  # Calls on a directory that is gone fail at once, or hang in its file system for ever.
-
-
-Layout = FilesLayout | SegmentsLayout
 
 
 class LivingBackend(api.Backend[OptionsT]):

@@ -110,7 +110,6 @@ class PoolRoot:
     def __init__(
         self, chunks: str, size_bytes: int, reads: Reads = ONE_BY_ONE, is_lost: Callable[[], bool] = lambda: False
     ) -> None:
-        """`is_lost`: returns True once a keeper's pool or root is gone."""
         self.chunks, self.reads, self._is_lost = chunks, reads, is_lost
         self.disk = MemorySpace(size_bytes)
         self.remains, self.beside = Remains(-1), Beside(lambda: 0)

@@ -41,8 +41,6 @@ from kvtier_backends.fs.segments.segment import Segment
 logger = logging.getLogger(__name__)
 
 SESSIONS_MAX = 256
-CLOSE_S = 10.0
-SO_PEERPIDFD = 77  # Python has no name for it.
 LOOK_S = 10.0  # Between two looks whether engines still meet this keeper.
 
 
@@ -321,7 +319,7 @@ class Keeper:
             self._listener.close()
             for session in list(self._sessions):
                 session.close()
-            ends_at = loop.time() + CLOSE_S
+            ends_at = loop.time() + 10.0
             for namespace in self._namespaces.values():
                 await namespace.aclose(ends_at)
             await self._lane.aclose(1.0)
@@ -408,11 +406,10 @@ class Keeper:
 
     def _locked(self, lock: int | None) -> None:
         if lock is not None and not self._sessions:
-            self.end()  # With the lock, until the process ends.
-            return
+            return self.end()  # With the lock, until the process ends.
         if lock is not None:
             os.close(lock)
-        self._linger()
+        return self._linger()
 
 
 def _open_again(segments: Sequence[Segment], fds: list[int]) -> None:
@@ -425,9 +422,8 @@ def _open_again(segments: Sequence[Segment], fds: list[int]) -> None:
 def _peer(connected: socket.socket) -> int:
     """Return a descriptor of the process at the other end, in whatever PID namespace it is, if the kernel is of 6.5."""
     with suppress(OSError):
-        return connected.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
-    pid, _, _ = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return os.pidfd_open(pid)
+        return connected.getsockopt(socket.SOL_SOCKET, 77)  # SO_PEERPIDFD: Python has no name for it.
+    return os.pidfd_open(struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -436,8 +432,7 @@ def main(arguments: Sequence[str]) -> None:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s")
     listener = socket.socket(fileno=int(descriptor))
     listener.setblocking(False)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_kept(Place(*os.path.split(place)), listener, msgspec.json.decode(how)))
+    uvloop.run(_kept(Place(*os.path.split(place)), listener, msgspec.json.decode(how)))
 
 
 async def _kept(place: Place, listener: socket.socket, how: float | dict[str, Any]) -> None:

@@ -77,8 +77,7 @@ class KeptCatalog:
     def works(self) -> Sequence[Work]:
         return ()
 
-    def stop(self) -> None:
-        pass
+    def stop(self) -> None: ...
 
     async def aclose(self, ends_at: float) -> int:  # noqa: ARG002
         return 0

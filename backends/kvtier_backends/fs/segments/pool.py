@@ -13,14 +13,13 @@ from kvtier.errors import ConfigError
 from kvtier.memory import give_advice, prefault, require_free
 from kvtier_backends.fs.segments.segment import Header, Segment, punch_hole
 
-SEGMENT_BYTES_MOST = 1 << 30  # Taken within a second, for which stores wait.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class PoolFolder:
     """Offers what `SegmentFolder` does, in memory. Everything blocks, and any thread may call."""
 
-    segment_bytes_most = SEGMENT_BYTES_MOST
+    segment_bytes_most = 1 << 30  # Taken within a second, for which stores wait.
 
     def __init__(self, *, row_bytes: int, fingerprint: bytes) -> None:
         self._row_bytes, self._fingerprint = row_bytes, fingerprint

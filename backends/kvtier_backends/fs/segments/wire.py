@@ -23,10 +23,8 @@ PROTOCOL = 1
 LENGTH_BYTES = 4
 FRAME_BYTES_MAX = 64 << 20  # A batch of a million keys.
 UNSENT_BYTES_MAX = 64 << 20  # To a peer that does not read: its session ends then, and it may open another.
-RECEIVE_BYTES = 1 << 20
-DESCRIPTORS_MAX = 64  # Of one receive.
 
-_ANCILLARY_BYTES = socket.CMSG_SPACE(DESCRIPTORS_MAX * array("i").itemsize)
+_ANCILLARY_BYTES = socket.CMSG_SPACE(64 * array("i").itemsize)  # Of one receive: descriptors.
 
 Samples = list[tuple[str, dict[str, str], float]]  # Metrics: name, labels, value.
 
@@ -210,7 +208,7 @@ class Link:
 
     def _receive(self) -> None:
         try:
-            content, ancillary, _, _ = self._socket.recvmsg(RECEIVE_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+            content, ancillary, _, _ = self._socket.recvmsg(1 << 20, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return
         except OSError:
