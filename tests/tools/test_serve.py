@@ -36,8 +36,6 @@ HEAD = 'cpu_bytes_to_use = "1MiB"\nchunk_bytes = "8KiB"\n'
 
 
 class Service:
-    """`kvtier serve` in a process, for a pool and a root below a folder."""
-
     def __init__(self, folder):
         self.root, self._folder = folder / "tier", folder
         shared = f"shared = true\ncapacity_bytes = {ROOM_BYTES}\n"

@@ -14,7 +14,7 @@ import pytest
 
 from kvtier.backend import Namespace, pack_keys
 from kvtier.testing.conformance import Lender, keys_of, tier_context
-from kvtier_backends.fs import FsBackend, FsOptions, MemoryBackend, MemoryOptions
+from kvtier_backends.fs import FsBackend, MemoryBackend
 from kvtier_backends.fs.host import meeting
 from kvtier_backends.fs.host.keeper import Keeper
 from kvtier_backends.fs.host.meeting import Place
@@ -36,7 +36,6 @@ def keepers(place):
 
 
 def until(true):
-    """Wait for something of another process or thread, of which it tells nobody."""
     ends_at = time.monotonic() + PATIENCE_S
     while not true():
         assert time.monotonic() < ends_at
@@ -117,12 +116,9 @@ async def join(root, pool):
     async def join(kind="fs", row_bytes=ROW_BYTES, model_name="org/model", **options):
         given = {"shared": True, "capacity_bytes": CAPACITY_BYTES, **options}
         context = tier_context(row_bytes, model_name=model_name)
-        if kind == "fs":
-            opened.append(
-                await FsBackend.open(FsOptions(**{"root": str(root), "layout": "segments", **given}), context)
-            )
-        else:
-            opened.append(await MemoryBackend.open(MemoryOptions(**{"pool": pool, **given}), context))
+        own = {"root": str(root), "layout": "segments"} if kind == "fs" else {"pool": pool}
+        backend = FsBackend if kind == "fs" else MemoryBackend
+        opened.append(await backend.open(backend.options_type(**own | given), context))
         return opened[-1]
 
     yield join
@@ -144,13 +140,11 @@ def peer(request):
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    """Let keepers' processes end soon after their last session."""
     monkeypatch.setattr(meeting, "LINGER_S", LINGER_S)
 
 
 @pytest.fixture
 def pool(tmp_path, monkeypatch):
-    """The name of a pool of memory that nobody else uses."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     return f"test-{os.getpid()}-{secrets.token_hex(4)}"
 
@@ -163,8 +157,6 @@ def root(tmp_path):
 
 
 class KeeperThread:
-    """A keeper of this process, on a loop of its own."""
-
     def __init__(self, place: Place) -> None:
         os.makedirs(place.directory, exist_ok=True)
         self._place, self._listener = place, place.listen()
@@ -183,7 +175,6 @@ class KeeperThread:
 
     @contextmanager
     def stopped(self):
-        """Let it do nothing in the block, as when its process is stopped."""
         entered, go_on = threading.Event(), threading.Event()
         self._loop.call_soon_threadsafe(lambda: entered.set() or go_on.wait(PATIENCE_S))
         assert entered.wait(PATIENCE_S)
@@ -205,7 +196,6 @@ class KeeperThread:
 
 @pytest.fixture
 def keep():
-    """Return a function that starts a keeper at a place."""
     kept = []
 
     def keep(place: Place) -> KeeperThread:

@@ -254,8 +254,7 @@ async def test_a_deaf_session_ends_and_the_others_are_still_told(by_hand, join, 
 
 async def test_descriptors_of_segments_are_not_inherited_by_other_programs(kept_by, kind, join, lender):
     before = set(os.listdir("/proc/self/fd"))
-    tier = await join(kind)
-    await lender.keep(tier, keys_of(3))
+    await lender.keep(await join(kind), keys_of(3))
     new = [int(fd) for fd in set(os.listdir("/proc/self/fd")) - before if os.path.exists(f"/proc/self/fd/{fd}")]
     assert new
     assert not any(map(os.get_inheritable, new))
@@ -335,7 +334,6 @@ def sampled(look):
 
 
 def memory_bytes():
-    """Return what all memory of pools takes that this process has open."""
     taken = {}
     for fd in os.listdir("/proc/self/fd"):
         with suppress(OSError):
@@ -374,8 +372,7 @@ async def test_a_namespace_keeps_its_fair_part(kept_by, kind, join, small_segmen
     keys = keys_of(CAPACITY_BYTES // 2 // (ROW_BYTES + 4_096) - 24)
     for at in range(0, len(keys), 32):
         await lender.keep(quiet, keys[at : at + 32])
-    half = await filled(loud)
-    assert half > len(keys) // 2
+    assert await filled(loud) > len(keys) // 2
     assert await lender.recall(quiet, keys) == whole(keys)
 
 
@@ -395,13 +392,11 @@ async def test_segments_of_a_namespace_that_nobody_has_opened_go_before_any_chun
     keep, root, join, small_segments, tmp_path
 ):
     place = Place(str(root))
-    first = keep(place)
-    old = await join(model_name="old")
+    first, old = keep(place), await join(model_name="old")
     all_of_them = await filled(old)
     await old.aclose(PATIENCE_S)
     first.end()
     keep(place)
     tier = await join(model_name="new")
     assert await filled(tier) >= all_of_them - 8
-    assert len(list(root.glob("old*_segments/*.seg"))) == 0
-    assert tier.counters().evicted == 0
+    assert (len(list(root.glob("old*_segments/*.seg"))), tier.counters().evicted) == (0, 0)
