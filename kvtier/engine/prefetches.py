@@ -18,6 +18,7 @@ from kvtier.engine.writeback import WriteBack
 
 WINDOW_KEYS = 256  # From the first that is not ready: looked up in every step, some hundred microseconds.
 AT_ONCE = 4
+WAITING_MAX = 1_024  # Further ones are not begun.
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +44,7 @@ class Prefetches:
     def begin(self, keys: Sequence[OffloadKey]) -> Prefetch:
         """Begin a prefetch with the next step; one above the limit is over at once."""
         prefetch = Prefetch(keys)
-        if len(self.waiting) < 1_024:  # Further ones are not begun.
+        if len(self.waiting) < WAITING_MAX:
             self.waiting.append(prefetch)
         else:
             prefetch.over = True

@@ -154,7 +154,8 @@ class FaultyOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         tier = decode(TierConfig, self.inner, "inner")
         for name in sorted(option_fields(TierConfig).keys() & self.inner.keys() - {"type"}):
             raise api.ConfigError(f"inner.{name}: given, only options of {tier.type!r} accepted: move it next to inner")
-        return api.backend_class(tier.type), tier_options(tier, "inner")
+        options = tier_options(tier, "inner")  # First: its errors name the place.
+        return api.backend_class(tier.type), options
 
     def dice(self) -> Dice:
         """Return dice with the script. Raises `ValueError` for an impossible fault."""

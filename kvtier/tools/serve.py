@@ -27,12 +27,12 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65_535, help="Port of /metrics; 0: any free one.")] = 9401,
 ) -> None:
     """Run the keepers of all tiers that engines share, until SIGTERM or Ctrl-C. Those that end are started again."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    life, held = os.pipe()
     found = [(getattr(backend_class(kind), "keeper", None), options) for _, kind, options in tiers(read(path))]
     keepers = Keepers({place: options for of, options in found if of is not None and (place := of(options))})
     if not keepers.options:
         raise ConfigError(f"{path}: no tier with a keeper given, memory or segments of fs with shared = true accepted")
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    life, held = os.pipe()
     registry = CollectorRegistry()
     registry.register(keepers)
     typer.echo(f"metrics: http://{host}:{start_http_server(port, host, registry)[0].server_port}/metrics")

@@ -59,8 +59,10 @@ BAD = {
     "--config": (*WRONG_CONFIGS, "absent.toml", ".", "", "trace.jsonl", NOT_TEXT),
     "--fs": (*DIRECTORIES, "absent/deeper"),
     "--gpu-cache-tokens": ("x", "-1"),
+    "--host": (),  # Any name may be one.
     "--interval": (*NUMBERS, "10ms", "2h", "2d", "1m"),
     "--model": ("absent/model", *PLACES),
+    "--port": ("x", "-1", "65536"),
     "--prefill-tokens-per-s": ("x", "0", "nan"),
     "--sample": (*LISTS, *SHARES),
     "--seed": ("x", "-1"),
@@ -73,6 +75,7 @@ FIRST = {
     "config check": (*WRONG_CONFIGS, "absent.toml", ""),
     "policies": TRACES,
     "replay": TRACES,
+    "serve": ("good.toml", *WRONG_CONFIGS, "absent.toml", ""),
     "top": ADDRESSES,
 }
 """Values that a command rejects as its first argument."""
@@ -80,7 +83,8 @@ FIRST = {
 
 def whole(name, *first):
     """Return a valid call of a command, to which a wrong option is added, or a wrong argument is given."""
-    own = {"bench": ["."], "config check": ["good.toml"], "selftest": [], "top": ["1"], "vllm-config": []}
+    own = {"bench": ["."], "selftest": [], "top": ["1"], "vllm-config": []}
+    own |= dict.fromkeys(("config check", "serve"), ["good.toml"])
     argument = own.get(name, ["root" if name in DIRECTORY_COMMANDS else "trace.jsonl"])
     options = {"prune": ["--leftovers"], "selftest": ["--device", "cpu"], "top": ["--once"]}
     more = options.get(name, ["--memory", "1MiB"] if name == "vllm-config" else [])

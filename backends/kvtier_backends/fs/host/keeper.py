@@ -108,8 +108,7 @@ class Session:
         self._keeper, self._number = keeper, number
         self._pidfd = _peer(connected)
         self._namespace: KeptNamespace | None = None
-        self._sent: set[int] = set()  # The segments that it knows, by their first slots.
-        self._sending = asyncio.Lock()
+        self._sent, self._sending = set[int](), asyncio.Lock()  # Segments that it knows, by their first slots.
         self._held: dict[int, tuple[Lease | Reservation, Pass]] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self.link = wire.Link(connected, wire.ToKeeper, self._received, self._lost)
