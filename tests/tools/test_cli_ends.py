@@ -84,7 +84,7 @@ FIRST = {
 def whole(name, *first):
     """Return a valid call of a command, to which a wrong option is added, or a wrong argument is given."""
     own = {"bench": ["."], "selftest": [], "top": ["1"], "vllm-config": []}
-    own |= dict.fromkeys(("config check", "serve"), ["good.toml"])
+    own |= {each: ["good.toml"] for each in ("config check", "serve")}
     argument = own.get(name, ["root" if name in DIRECTORY_COMMANDS else "trace.jsonl"])
     options = {"prune": ["--leftovers"], "selftest": ["--device", "cpu"], "top": ["--once"]}
     more = options.get(name, ["--memory", "1MiB"] if name == "vllm-config" else [])
