@@ -161,7 +161,8 @@ class PoolEngine:
             if not traffic.room(size):
                 return not self._takes()
             part = [keys[place] for place in left[:size]]
-            return self._steps.prepare_store([key for key in part if not self._kept(key)], request.id) is not None
+            plan = self._steps.prepare_store([key for key in part if not self._kept(key)], request.id)
+            return plan is not None
 
         if not self._until(reserve, until) or plan is None:
             return 0
