@@ -1,1 +1,1 @@
-"""What engines of one host share: a keeper has the catalog, and each engine's mover moves its own bytes."""
+"""Tiers that engines of one host share: a keeper has the catalog, and each engine moves its own bytes."""

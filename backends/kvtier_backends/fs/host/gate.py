@@ -18,8 +18,8 @@ class Gate:
     def __init__(self, width_bytes: int = WIDTH_BYTES) -> None:
         self.taken_bytes = 0
         self._width_bytes = width_bytes
-        self._now = [0, 0]  # Of loads and of stores: the tag of the last batch that went through.
-        self._ends: dict[tuple[int, bool], int] = {}  # By session, likewise: the tag at which its last batch ends.
+        self._now = [0, 0]  # Tag of the last batch that was let through, for loads and for stores.
+        self._ends: dict[tuple[int, bool], int] = {}  # Tag at which the last batch of a session ends, by kind.
         self._waiting: list[tuple[bool, int, int, int, asyncio.Future[None]]] = []
         """Loads first, by tag. Of two with one tag, the smaller goes first, and then the earlier."""
         self._numbers = count()
@@ -50,7 +50,7 @@ class Gate:
         """Let through what has room."""
         while self._waiting:
             is_store, tag, size_bytes, _, through = self._waiting[0]
-            if not through.done():  # Else it was cancelled.
+            if not through.done():  # A done one was cancelled.
                 if self.taken_bytes and self.taken_bytes + size_bytes > self._width_bytes:
                     return
                 self._now[is_store] = tag

@@ -275,7 +275,7 @@ class Session:
             fds: list[int] = []
             try:
                 await api.in_thread(namespace.tier.lanes.scan, _open_again, new, fds)
-            finally:  # Also what a cancelled call has opened.
+            finally:  # A cancelled call's descriptors are sent, too.
                 for segment, fd in zip(new, fds, strict=False):
                     self._sent.add(segment.first_slot)
                     said = wire.SegmentSaid(segment.first_slot, segment.header.row_bytes, segment.header.slots)

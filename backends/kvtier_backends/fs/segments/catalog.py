@@ -18,7 +18,7 @@ from kvtier_backends.fs.segments.segment import Segment
 from kvtier_backends.fs.segments.table import SlotTable
 from kvtier_backends.fs.segments.wiping import Wiping
 
-SCAN_PATIENCE_S = 0.5  # So long after the start a call waits for the scan of what it needs, if it needs it.
+SCAN_PATIENCE_S = 0.5  # Time after the start until which a call waits for the scan of its keys.
 # And for the checkpoint: five million chunks on a busy machine. A miss now would be believed for `answer_ttl_s`.
 RECALL_PATIENCE_S = 10.0
 NO_SLOT = -1
@@ -64,8 +64,8 @@ class Refusal(NamedTuple):
 class Reservation(NamedTuple):
     """Slots to be written; nobody else reads or writes them until the reservation is published."""
 
-    keys: Sequence[OffloadKey]  # Of the batch.
-    positions: Sequence[int]  # Of the chunks that have a slot, in order.
+    keys: Sequence[OffloadKey]  # All keys of the batch.
+    positions: Sequence[int]  # Places in the batch of the chunks that have a slot, in order.
     slots: Sequence[int]  # One each, ascending.
     last_sequence: int
     """The head's number is the greatest: a prefix outlives its continuation, also after a restart."""
@@ -134,7 +134,7 @@ class LocalCatalog:
         return Lease(keys, slots, [0 if slot < 0 else table.sequence(slot) for slot in slots])
 
     async def judge(self, doubts: Sequence[Doubt]) -> Sequence[Judged]:
-        """Say for each chunk of a lease in force where it is; what is corrupt is dropped."""
+        """Return where each chunk is, while its lease is in force; drop corrupt chunks."""
         return [self.judged(doubt) for doubt in doubts]
 
     def judged(self, doubt: Doubt) -> Judged:

@@ -89,7 +89,7 @@ def runs_of(segments: Segments, ordered: Sequence[SlotPart]) -> Iterator[SlotRun
 
 
 class SlotIo(NamedTuple):
-    """What moves the bytes of one tier."""
+    """The lanes, packing and counters with which one tier's bytes are moved."""
 
     row_bytes: int
     lanes: FsLanes

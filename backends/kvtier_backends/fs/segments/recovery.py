@@ -53,7 +53,7 @@ class SegmentsStart:
 
     def __init__(self, tier: FsTier, folder: SegmentFolder, table: SlotTable, room: Room) -> None:
         tier.capacity.count(self)
-        self.used_bytes = 0  # Of unfinished files among the chunks.
+        self.used_bytes = 0  # Bytes of unfinished files among the chunks.
         self.done = asyncio.Event()  # Set once everything that was there at the start is known.
         self.recalled = asyncio.Event()  # Set once everything that the last checkpoint names is known.
         self._checkpoint = SlotCheckpoint(tier.root, tier.context.mapper, tier.counters, tier.context.row_bytes)

@@ -42,7 +42,7 @@ CLOSE_S = 1.0  # Calls that used a lost segment have mostly ended by then.
 
 
 class Space:
-    """What all namespaces of a root, or of a pool of memory, share: one capacity. Belongs to the loop's thread."""
+    """The one capacity that all namespaces of a root or pool share. Belongs to the loop's thread."""
 
     def __init__(self, capacity: Capacity) -> None:
         self.capacity = capacity
