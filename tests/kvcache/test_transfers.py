@@ -1,6 +1,8 @@
 """Whatever a model's layout, what is stored comes back bit for bit and nothing else changes; and what is refused."""
 
 import re
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -218,6 +220,16 @@ def caches_on(device, groups=1):
 
 def slots_for(rows, blocks_per_chunk=1):
     return torch.full((rows, blocks_per_chunk * PAGE_BYTES), -1, dtype=torch.int8)
+
+
+def test_a_closed_worker_has_no_thread_that_would_free_tensors_while_the_process_exits():
+    class SlowToGo(strided.HostCopier):
+        def __del__(self):
+            time.sleep(0.2)
+
+    worker = TransferWorker(caches_on("cpu"), slots_for(3), copiers=lambda sides: [SlowToGo(sides)])
+    assert worker.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvtier-copies"]
 
 
 def test_a_load_of_a_block_that_is_being_stored_comes_after(device):

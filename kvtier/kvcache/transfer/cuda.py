@@ -1,14 +1,14 @@
 """Copies between a CUDA device and pinned host memory: streams of our own, one each way.
 
-Many pages are copied in one call, or one by one by older drivers. There is no kernel: copy engines move bytes while the
-device computes. The device, never the host, waits by an event for work that was launched before the submission.
+Many pages are copied in one call, or one by one where the driver is older. There is no kernel: copy engines move bytes
+while the device computes. The device, never the host, waits by an event for work launched before the submission.
 """
 
-import importlib
+import ctypes
 import logging
 from bisect import bisect
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -18,11 +18,13 @@ from kvtier.kvcache.layout.axes import storage_of, view_of
 from kvtier.kvcache.transfer.jobs import Copier, CopyJob, Finish
 from kvtier.kvcache.transfer.pages import BlockPages, Direction, Indices, Sides, repeated
 
-BATCH_COPIES_MAX = 8_192  # In one call: its arguments become lists of as many addresses.
+BATCH_COPIES_MAX = 8_192  # In one call: the first are under way while the next are submitted.
 WITHOUT_BATCHES = "No batched copies, so pages are copied one by one: %s; see %s"
 
+_DRIVER = "libcuda.so.1"
 _SUCCESS = 0
-_IN_STREAM_ORDER, _ANY_TIME = 1, 3  # cudaMemcpySrcAccessOrderStream and -Any.
+_HOST_ADDRESSES = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM.
+_IN_STREAM_ORDER, _ANY_TIME = 1, 3  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM and _ANY.
 _NONE = np.empty(0, dtype=np.int64)
 
 logger = logging.getLogger(__name__)
@@ -120,14 +122,14 @@ def one_by_one(sides: Sides) -> DeviceCopy:
 
 
 def batched_copy(device: torch.device) -> BatchedCopy | None:
-    """Return `cudaMemcpyBatchAsync` of cuda-python; None, and a warning, where that or the driver does not have it."""
+    """Return the driver's `cuMemcpyBatchAsync`; None, and a warning, where it has none, or fails."""
     try:
-        runtime: Any = importlib.import_module("cuda.bindings.runtime")
-        copy = _through(runtime)
-        _require_host_addresses(runtime, device)
+        driver = ctypes.CDLL(_DRIVER)
+        copy = _through(driver)
+        _require_host_addresses(driver, device)
         _try_out(copy, device)
-    except (AttributeError, ImportError, RuntimeError) as error:  # AttributeError: cuda-bindings older than 12.8.
-        logger.warning(WITHOUT_BATCHES, f"{error} (kvtier[cuda] has them)", Remedy.UNBATCHED)
+    except (AttributeError, OSError, RuntimeError) as error:  # AttributeError: a driver older than CUDA 12.0.
+        logger.warning(WITHOUT_BATCHES, error, Remedy.UNBATCHED)
         return None
     return copy
 
@@ -166,37 +168,38 @@ def joined(sources: Indices, targets: Indices, sizes: Indices, wholes: Indices) 
     return Descriptors(sources[firsts], targets[firsts], np.add.reduceat(sizes, firsts) if len(sizes) else sizes)
 
 
-def _require_host_addresses(runtime: Any, device: torch.device) -> None:
+def _require_host_addresses(driver: ctypes.CDLL, device: torch.device) -> None:
     """Raise RuntimeError where pinned memory has another address on the device: batches fault there."""
-    attribute = runtime.cudaDeviceAttr.cudaDevAttrCanUseHostPointerForRegisteredMem
-    error, able = runtime.cudaDeviceGetAttribute(attribute, device.index or 0)
-    if int(error) != _SUCCESS:
-        raise RuntimeError(f"cudaDeviceGetAttribute: {error}")
-    if not able:
+    handle, able = ctypes.c_int(), ctypes.c_int()
+    error = driver.cuDeviceGet(ctypes.byref(handle), device.index or 0)
+    error = error or driver.cuDeviceGetAttribute(ctypes.byref(able), _HOST_ADDRESSES, handle)
+    if error != _SUCCESS:
+        raise RuntimeError(f"cuDeviceGetAttribute: {error}")
+    if not able.value:
         raise RuntimeError(f"{device} takes no addresses of registered host memory")
 
 
-def _through(runtime: Any) -> BatchedCopy:
-    orders = {}
-    for stable, order in ((False, _IN_STREAM_ORDER), (True, _ANY_TIME)):
-        attributes = runtime.cudaMemcpyAttributes()
-        attributes.srcAccessOrder = runtime.cudaMemcpySrcAccessOrder(order)
-        orders[stable] = attributes
+def _through(driver: ctypes.CDLL) -> BatchedCopy:
+    """Call the driver itself: cuda-bindings makes an object of each address, which takes as long as copying 64 KiB."""
+    address = ctypes.c_void_p()
+    error = driver.cuGetProcAddress_v2(b"cuMemcpyBatchAsync", ctypes.byref(address), 12_080, ctypes.c_uint64(), None)
+    if error != _SUCCESS or not address.value:
+        raise RuntimeError(f"no cuMemcpyBatchAsync in a driver older than CUDA 12.8: error {error}")
+    pointer, count = ctypes.c_void_p, ctypes.c_size_t
+    begin = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, pointer, count, pointer, pointer, count, pointer, pointer)(
+        address.value
+    )
 
     def copy(copies: Descriptors, stream: int, stable: bool) -> None:
-        count = len(copies.sizes)
-        answer = runtime.cudaMemcpyBatchAsync(
-            copies.targets.tolist(),
-            copies.sources.tolist(),
-            copies.sizes.tolist(),
-            count,
-            [orders[stable]],
-            [0],
-            1,
-            stream,
-        )
-        if int(answer[0]) != _SUCCESS:  # Before CUDA 13 it also says which copy failed.
-            raise RuntimeError(f"cudaMemcpyBatchAsync of {count} copies: {answer}")
+        targets, sources, sizes = map(np.ascontiguousarray, (copies.targets, copies.sources, copies.sizes))
+        attributes = (ctypes.c_int * 6)(_ANY_TIME if stable else _IN_STREAM_ORDER)  # Then no hints, no flags.
+        first, failed = ctypes.c_size_t(), ctypes.c_size_t()
+        error = begin(
+            *(each.ctypes.data for each in (targets, sources, sizes)), len(sizes),
+            attributes, ctypes.byref(first), 1, ctypes.byref(failed), stream,
+        )  # fmt: skip
+        if error != _SUCCESS:
+            raise RuntimeError(f"cuMemcpyBatchAsync of {len(sizes)} copies: error {error} at copy {failed.value}")
 
     return copy
 
@@ -212,4 +215,4 @@ def _try_out(copy: BatchedCopy, device: torch.device) -> None:
         copy(whole, stream.cuda_stream, False)
         stream.synchronize()
     if not torch.equal(source, target):
-        raise RuntimeError("cudaMemcpyBatchAsync says that it copied, and did not")
+        raise RuntimeError("cuMemcpyBatchAsync says that it copied, and did not")

@@ -1,6 +1,7 @@
 """The transfer worker: submitting never waits, its threads copy between caches and rows, results are polled."""
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Self
@@ -50,11 +51,12 @@ class TransferWorker:
         self._jobs = CopyJobs()
         made = (copiers or _copiers)(self._sides)
         self._copiers: dict[Direction, Copier] = {way: copier for copier in made for way in copier.directions}
-        for copier in made:
-            names = "+".join(direction.value for direction in copier.directions)
-            start_thread(
-                threading.Thread(target=_serve, args=(self._jobs, copier), name=f"kvtier-{names}", daemon=True)
-            )
+        self._threads = [
+            threading.Thread(target=_serve, args=(self._jobs, copier), name="kvtier-copies", daemon=True)
+            for copier in made
+        ]
+        for thread in self._threads:
+            start_thread(thread)
 
     def submit_store(self, job_id: int, groups: Sequence[GroupBlocks]) -> None:
         """Begin to copy blocks into rows; one `GroupBlocks` for each of the model's groups, empty ones included.
@@ -78,9 +80,13 @@ class TransferWorker:
     def close(self, timeout_s: float | None = None) -> bool:
         """Refuse new transfers and block until the others have ended; False after `timeout_s`. May be called again.
 
-        Caches and rows may be freed only after True.
+        Caches and rows may be freed only after True: a thread that still freed tensors would end a process that exits.
         """
-        return self._jobs.close(timeout_s)
+        self._jobs.close()
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def __enter__(self) -> Self:
         return self

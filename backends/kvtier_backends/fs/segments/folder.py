@@ -19,13 +19,19 @@ from kvtier.backend import SEGMENTS_SUFFIX
 from kvtier.memory import file_bytes_max
 from kvtier_backends.fs.disk import below
 from kvtier_backends.fs.disk.below import ForeignError, lock_file, open_below, open_file, with_folder
-from kvtier_backends.fs.disk.capacity import Disk
 from kvtier_backends.fs.disk.footer import FULL
 from kvtier_backends.fs.disk.reads import write_all
 from kvtier_backends.fs.disk.remains import called, is_absent, names_in, remove_file
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.disk.temporaries import temporary_name
-from kvtier_backends.fs.segments.segment import HEADER_BYTES, SEGMENT_BYTES_MOST, Header, Segment, read_header
+from kvtier_backends.fs.segments.segment import (
+    HEADER_BYTES,
+    SEGMENT_BYTES_MOST,
+    Header,
+    OpenSegments,
+    Segment,
+    read_header,
+)
 
 SUFFIX = ".seg"
 NAME = re.compile(r"[0-9]{8}\.seg")
@@ -42,15 +48,13 @@ class Stranger(NamedTuple):
     written_at_ns: int
 
 
-class SegmentFolder:
+class SegmentFolder(OpenSegments):
     def __init__(self, folder: Folder, *, row_bytes: int, fingerprint: bytes, fsync: bool) -> None:
         """Use an opened folder; with `fsync`, a new segment is on the device, written all over, when it is used."""
+        super().__init__(row_bytes, fingerprint)
         self._folder = folder
-        self._row_bytes = row_bytes
-        self._fingerprint = fingerprint
         self._fsync = fsync
         self._direct = os.O_DIRECT if folder.direct else 0
-        self._opened: set[Segment] = set()  # Also those that only a lane knows yet.
 
     @property
     def root_fd(self) -> int:
@@ -66,9 +70,6 @@ class SegmentFolder:
         block_bytes = self._folder.disk.block_bytes
         blocks = -(-self.header(slots).file_bytes // block_bytes)
         return (blocks + blocks // 340 + 2) * block_bytes  # A block maps 340 extents: see `capacity.py`.
-
-    def header(self, slots: int) -> Header:
-        return Header(self._row_bytes, slots, self._fingerprint)
 
     def names(self) -> list[str]:
         names = filter(NAME.fullmatch, with_folder(self.root_fd, self._folder.chunks, names_in))
@@ -145,18 +146,18 @@ class SegmentFolder:
             os.ftruncate(segment.fd, 0)  # Engines that have it open do not know yet.
         self.close(segment)
 
-    def close(self, segment: Segment) -> None:
-        segment.close()
-        self._opened.discard(segment)
-
-    def close_all(self) -> None:
-        """Let go of every segment that is open; idempotent. No thread may be using one, or opening or making one."""
-        for segment in list(self._opened):
-            self.close(segment)
-
     def strangers(self, opened: Collection[str]) -> list[Stranger]:
         """Return the root's segments that are not open, the oldest first; raises OSError if they cannot be known."""
-        return strangers_in(self.root_fd, self._folder.disk, opened)
+        found: list[Stranger] = []
+        for folder in names_in(self.root_fd):
+            if folder.endswith(SEGMENTS_SUFFIX):
+                with suppress(FileNotFoundError, NotADirectoryError, ForeignError):
+                    for base in filter(NAME.fullmatch, with_folder(self.root_fd, folder, names_in)):
+                        if (name := f"{folder}/{base}") not in opened:
+                            status = called(partial(below.look, self.root_fd, name), self.root_fd, name)
+                            if status is not None and stat.S_ISREG(status.st_mode):
+                                found.append(Stranger(name, self._folder.disk.taken_bytes(status), status.st_mtime_ns))
+        return sorted(found, key=attrgetter("written_at_ns"))
 
     def remove_stranger(self, name: str) -> bool:
         """Remove a segment that no process has; True if it is gone. Raises OSError if it may be there still."""
@@ -232,20 +233,6 @@ class SegmentFolder:
             os.close(taken)
         if self._fsync:
             with_folder(self.root_fd, self._folder.chunks, os.fsync)
-
-
-def strangers_in(root_fd: int, disk: Disk, opened: Collection[str]) -> list[Stranger]:
-    """Return the root's segments that are not open, the oldest first; raises OSError if they cannot be known."""
-    found: list[Stranger] = []
-    for folder in names_in(root_fd):
-        if folder.endswith(SEGMENTS_SUFFIX):
-            with suppress(FileNotFoundError, NotADirectoryError, ForeignError):
-                for base in filter(NAME.fullmatch, with_folder(root_fd, folder, names_in)):
-                    if (name := f"{folder}/{base}") not in opened:
-                        status = called(partial(below.look, root_fd, name), root_fd, name)
-                        if status is not None and stat.S_ISREG(status.st_mode):
-                            found.append(Stranger(name, disk.taken_bytes(status), status.st_mtime_ns))
-    return sorted(found, key=attrgetter("written_at_ns"))
 
 
 def _write_zeros(fd: int, start: int, end: int) -> None:

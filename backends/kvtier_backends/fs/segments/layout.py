@@ -52,5 +52,5 @@ def disk_catalog(tier: FsTier, space: Space) -> tuple[LocalCatalog, Callable[[],
 
 
 def pool_catalog(tier: SlotTier, space: Space) -> tuple[LocalCatalog, Callable[[], None]]:
-    folder = PoolFolder(row_bytes=tier.context.row_bytes, fingerprint=tier.context.mapper.fingerprint)
+    folder = PoolFolder(tier.context.row_bytes, tier.context.mapper.fingerprint)
     return LocalCatalog(tier, folder, space, PoolStart), folder.close_all

@@ -11,22 +11,15 @@ import os
 
 from kvtier.errors import ConfigError
 from kvtier.memory import give_advice, prefault, require_free
-from kvtier_backends.fs.segments.segment import Header, Segment, punch_hole
+from kvtier_backends.fs.segments.segment import OpenSegments, Segment, punch_hole
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-class PoolFolder:
+class PoolFolder(OpenSegments):
     """Offers what `SegmentFolder` does, in memory. Everything blocks, and any thread may call."""
 
     segment_bytes_most = 1 << 30  # Taken within a second, for which stores wait.
-
-    def __init__(self, *, row_bytes: int, fingerprint: bytes) -> None:
-        self._row_bytes, self._fingerprint = row_bytes, fingerprint
-        self._opened: set[Segment] = set()
-
-    def header(self, slots: int) -> Header:
-        return Header(self._row_bytes, slots, self._fingerprint)
 
     def worst_bytes(self, slots: int) -> int:
         return self.header(slots).file_bytes if slots else 0
@@ -61,11 +54,3 @@ class PoolFolder:
 
     def remove_stranger(self, name: str) -> bool:  # noqa: ARG002
         return False
-
-    def close(self, segment: Segment) -> None:
-        segment.close()
-        self._opened.discard(segment)
-
-    def close_all(self) -> None:
-        for segment in list(self._opened):
-            self.close(segment)

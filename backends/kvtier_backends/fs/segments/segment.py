@@ -126,6 +126,26 @@ class Segment:
                 self.forked()
 
 
+class OpenSegments:
+    """The segments that one catalog has open. Any thread may call."""
+
+    def __init__(self, row_bytes: int, fingerprint: bytes) -> None:
+        self._row_bytes, self._fingerprint = row_bytes, fingerprint
+        self._opened: set[Segment] = set()  # Also those that only a lane knows yet.
+
+    def header(self, slots: int) -> Header:
+        return Header(self._row_bytes, slots, self._fingerprint)
+
+    def close(self, segment: Segment) -> None:
+        segment.close()
+        self._opened.discard(segment)
+
+    def close_all(self) -> None:
+        """Let go of every segment that is open; idempotent. No thread may be using one, or opening or making one."""
+        for segment in list(self._opened):
+            self.close(segment)
+
+
 class Segments:
     """The tier's segments by the numbers of their slots. Belongs to the loop's thread."""
 
