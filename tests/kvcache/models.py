@@ -17,20 +17,11 @@ from kvtier.kvcache.layout import (
     allocate_tensors,
     canonical_kv_caches,
 )
-from kvtier.kvcache.layout.axes import (
-    HEADS_FRONT,
-    KV_FRONT_HND,
-    KV_FRONT_NHD,
-    KV_JOINED_HND,
-    KV_JOINED_NHD,
-    KV_SPLIT_HND,
-    KV_SPLIT_NHD,
-    LATENT,
-)
+from kvtier.kvcache.layout import axes as axes_of
 from kvtier.kvcache.transfer import GroupBlocks
 
-LEADING = (KV_SPLIT_NHD, KV_SPLIT_HND, KV_JOINED_NHD, KV_JOINED_HND)
-ALL_AXES = (*LEADING, KV_FRONT_NHD, KV_FRONT_HND, HEADS_FRONT)
+LEADING = (axes_of.KV_SPLIT_NHD, axes_of.KV_SPLIT_HND, axes_of.KV_JOINED_NHD, axes_of.KV_JOINED_HND)
+ALL_AXES = (*LEADING, axes_of.KV_FRONT_NHD, axes_of.KV_FRONT_HND, axes_of.HEADS_FRONT)
 DTYPES = (torch.bfloat16, torch.float32, torch.uint8)
 HOW = ("own tensors", "shared tensors", "rows", "rows found again")
 
@@ -79,7 +70,7 @@ def models(draw):
         orders = LEADING if how != "own tensors" or padding else ALL_AXES
         for name, spec in padded.items():
             if isinstance(spec, AttentionSpec):
-                axes[name] = LATENT if spec.head_size_v == 0 else draw(st.sampled_from(orders))
+                axes[name] = axes_of.LATENT if spec.head_size_v == 0 else draw(st.sampled_from(orders))
         drawn.append(padded)
     if how == "shared tensors":
         page_bytes = max(spec.page_bytes for group in drawn for spec in group.values())

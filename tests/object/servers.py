@@ -7,7 +7,7 @@ import boto3
 import botocore.config
 from botocore.exceptions import BotoCoreError, ClientError
 
-from tests.remote.servers import PATIENCE_S, ServerProcess, free_port, until
+from tests.remote.servers import PATIENCE_S, OneServer, ServerProcess, free_port, until
 
 # Only S3, and without a log: for each request `moto.server` lists a folder, under a lock.
 SERVES = """
@@ -84,7 +84,7 @@ class S3Server:
         self.client.delete_bucket(Bucket=bucket)
 
 
-class MotoServer(S3Server):
+class MotoServer(OneServer, S3Server):
     """moto's server, in a process that ends with this one. It keeps nothing when it ends."""
 
     page_keys = 50  # A list has several pages with few objects.
@@ -92,7 +92,6 @@ class MotoServer(S3Server):
     def __init__(self, folder, credentials, port=None):
         super().__init__(f"http://127.0.0.1:{port or free_port()}", credentials)
         self._log = folder / f"moto-{self.port}.log"
-        self._process: ServerProcess | None = None
 
     def start(self):
         command = [sys.executable, "-c", SERVES, str(self.port)]
@@ -110,12 +109,3 @@ class MotoServer(S3Server):
         except BotoCoreError:
             return False
         return True
-
-    def signal(self, number):
-        assert self._process is not None
-        self._process.signal(number)
-
-    def kill(self):
-        if self._process is not None:
-            self._process.kill()
-            self._process = None

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from tests.remote.servers import PATIENCE_S, Proxy, ServerProcess, free_port, until
+from tests.remote.servers import PATIENCE_S, OneServer, Proxy, ServerProcess, free_port, until
 
 __all__ = ["PATIENCE_S", "Proxy", "RedisServer", "free_port", "program", "until"]
 
@@ -30,13 +30,12 @@ def program():
     return str(Path(found.submodule_search_locations[0]) / "bin" / "redis-server")
 
 
-class RedisServer:
+class RedisServer(OneServer):
     def __init__(self, folder, *arguments, port=None, program_arguments=(), **client):
         self.folder = folder
         self.port = port or free_port()
         self.address = f"127.0.0.1:{self.port}"
         self._arguments, self._client = [*program_arguments, *arguments], client
-        self._process: ServerProcess | None = None
 
     def start(self):
         common = ["--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(self.folder)]
@@ -65,12 +64,3 @@ class RedisServer:
     def ask(self, *words):
         with self.client() as client:
             return client.execute_command(*words)
-
-    def signal(self, number):
-        assert self._process is not None
-        self._process.signal(number)
-
-    def kill(self):
-        if self._process is not None:
-            self._process.kill()
-            self._process = None

@@ -43,21 +43,13 @@ class Became(NamedTuple):
 
 GONE = Became(AWAY, AWAY)
 ONE_PLACE = Became(UNAVAILABLE, UNAVAILABLE)  # Everything is behind one address.
+ONLY_PLACE = dict.fromkeys((Fault.REFUSED, Fault.RESET, Fault.HUNG, Fault.SLOW, Fault.KILLED), ONE_PLACE)
 PLANTED = Became(CORRUPT, STORED)
 PLANTS = dict.fromkeys(sorted(IN_THE_STORE), PLANTED)
 NO_SERVER = "it has no server of its own: see what a hung mount does, and `tests/nfs/run`"
 
 OUTCOMES: dict[str, dict[Fault, Became | str]] = {
-    "redis": {
-        Fault.REFUSED: ONE_PLACE,
-        Fault.RESET: ONE_PLACE,
-        Fault.HUNG: ONE_PLACE,
-        Fault.SLOW: ONE_PLACE,
-        Fault.KILLED: ONE_PLACE,
-        Fault.RESTARTED: Became(MISSING, STORED),
-        Fault.FULL: Became(LOADED, NO_SPACE),
-        **PLANTS,
-    },
+    "redis": {**ONLY_PLACE, Fault.RESTARTED: Became(MISSING, STORED), Fault.FULL: Became(LOADED, NO_SPACE), **PLANTS},
     "mooncake": {  # On the way is the way to the master; hung, killed and restarted is an owner of memory.
         Fault.REFUSED: GONE,
         Fault.RESET: GONE,
@@ -69,11 +61,7 @@ OUTCOMES: dict[str, dict[Fault, Became | str]] = {
         **PLANTS,
     },
     "object": {
-        Fault.REFUSED: ONE_PLACE,
-        Fault.RESET: ONE_PLACE,
-        Fault.HUNG: ONE_PLACE,
-        Fault.SLOW: ONE_PLACE,
-        Fault.KILLED: ONE_PLACE,
+        **ONLY_PLACE,
         Fault.RESTARTED: Became(MISSING, STORED),
         Fault.FULL: "a bucket has no end",
         **PLANTS,

@@ -50,6 +50,21 @@ def free_port(*, with_bus=False):
             return port
 
 
+class OneServer:
+    """A server of one process, once it is started."""
+
+    _process: "ServerProcess | None" = None
+
+    def signal(self, number):
+        assert self._process is not None
+        self._process.signal(number)
+
+    def kill(self):
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
+
+
 class ServerProcess:
     def __init__(self, command, log, environment=None):
         """Start it; what it prints goes to the end of `log`."""

@@ -121,9 +121,7 @@ class Witness(Wrapper[WitnessOptions]):
             return await self._faulty.probe(keys)
 
     async def load(self, reads):
-        keys = [read.key for read in reads]
-        outcomes = ()
-        addresses = [_address(read.into) for read in reads]
+        keys, addresses, outcomes = [read.key for read in reads], [_address(read.into) for read in reads], ()
         begun = self._begin("loads", keys)
         try:
             with self._lent(self._writing, addresses, keys), self._honest("load"):
@@ -136,9 +134,7 @@ class Witness(Wrapper[WitnessOptions]):
             self._end(begun, keys, [_loaded(outcome) for outcome in outcomes])
 
     async def store(self, writes):
-        keys = [write.key for write in writes]
-        outcomes = ()
-        addresses = [_address(write.row) for write in writes]
+        keys, addresses, outcomes = [write.key for write in writes], [_address(write.row) for write in writes], ()
         begun = self._begin("stores", keys)
         try:
             with self._lent(self._reading, addresses, keys), self._honest("store"):

@@ -75,7 +75,7 @@ def descriptors(pid):
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with suppress(FileNotFoundError):
             name = os.readlink(f"/proc/{pid}/fd/{fd}")
-            found[re.sub(r"[0-9]+|.*/", "", name)] += 1
+            found[re.sub(r"[0-9]+|.*/|-test-.*", "", name)] += 1
     return found
 
 

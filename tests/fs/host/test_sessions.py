@@ -3,7 +3,10 @@
 import asyncio
 import os
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from contextlib import contextmanager, suppress
 
@@ -17,7 +20,7 @@ from kvtier_backends.fs.host.meeting import Place
 from kvtier_backends.fs.options import MemoryOptions, common_options
 from kvtier_backends.fs.segments import kept, room, wire
 from tests.fs.conftest import ROW_BYTES, kinds, taken_bytes, until_probed, until_stored, whole
-from tests.fs.host.conftest import CAPACITY_BYTES, PATIENCE_S, filled, until_filled
+from tests.fs.host.conftest import CAPACITY_BYTES, PATIENCE_S, filled, keepers, until_filled
 
 HANDS = [b"\xff" * 64, b"\x03\0\0\0abc", b"\x04\0\0\0\xff\xff\xff\x7f", b"\0\0\0\0", b"GET / HTTP/1.1\r\n\r\n"]
 
@@ -306,6 +309,25 @@ async def test_a_keeper_whose_backlog_is_full_is_unavailable(pool, peer, join, m
                 peer(place)
         with pytest.raises(BackendUnavailable, match="does not start"):
             await join("memory")
+
+
+OPENS = """
+import asyncio, sys
+from kvtier.testing.conformance import tier_context
+from kvtier_backends.fs import MemoryBackend, MemoryOptions
+options = MemoryOptions(pool=sys.argv[1], shared=True, capacity_bytes=1 << 20)
+asyncio.run(MemoryBackend.open(options, tier_context(4_096)))
+"""
+
+
+def test_a_keeper_keeps_no_pipe_of_the_engine_that_started_it_open(pool, outside):
+    place = Place.of_pool(pool)
+    try:  # It lingers for minutes.
+        subprocess.run([sys.executable, "-c", OPENS, pool], stderr=subprocess.PIPE, check=True, timeout=PATIENCE_S)
+        assert os.path.getsize(f"{place}.log") == 0
+    finally:
+        for pid in keepers(place):
+            os.kill(pid, signal.SIGTERM)
 
 
 async def test_an_interpreter_that_cannot_start_is_unavailable(outside, join, monkeypatch):

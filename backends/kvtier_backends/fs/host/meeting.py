@@ -12,7 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from typing import NamedTuple, Self
 
 import msgspec
@@ -76,11 +77,13 @@ class Place(NamedTuple):
         """Run a keeper's process: a service's with options, until it or stdin ends; else one that lingers apart."""
         fill_standard_streams()
         told = msgspec.json.encode(how if isinstance(how, int | float) else common_options(how)).decode()
-        command = [sys.executable, "-P", "-c", (_APART if isinstance(how, float) else "") + _RUN, str(self), told]
-        return subprocess.run(  # noqa: S603  # Our own module.
-            [*command, str(listener.fileno())], pass_fds=[listener.fileno()], stdin=stdin, stdout=subprocess.DEVNULL,
-            env=child_environment(), check=isinstance(how, float),
-        ).returncode  # fmt: skip
+        apart = isinstance(how, float)
+        command = [sys.executable, "-P", "-c", (_APART if apart else "") + _RUN, str(self), told]
+        with open(self.log() if apart else 2, "wb", closefd=apart) as log:
+            return subprocess.run(  # noqa: S603  # Our own module.
+                [*command, str(listener.fileno())], pass_fds=[listener.fileno()], stdin=stdin,
+                stdout=subprocess.DEVNULL, stderr=log, env=child_environment(), check=apart,
+            ).returncode  # fmt: skip
 
     def report(self) -> wire.Samples:
         """Return the metrics of the keeper that is here; without one that answers, none."""
@@ -112,14 +115,9 @@ class Place(NamedTuple):
     def listen(self) -> socket.socket:
         """Return a new socket that listens in the place of a dead keeper's. The caller has the lock."""
         self.remove_socket(self.inode())
-        listener = socket.socket(socket.AF_UNIX)
-        try:
-            self._at(listener.bind, f"{self.name}.sock")
-            os.chmod(f"{self}.sock", 0o600 | os.stat(self.directory).st_mode & stat.S_IRWXG & 0o060)
-            listener.listen(256)
-        except BaseException:
-            listener.close()
-            raise
+        listener = self._at(socket.socket.bind)
+        os.chmod(f"{self}.sock", 0o600 | os.stat(self.directory).st_mode & stat.S_IRWXG & 0o060)
+        listener.listen(256)
         return listener
 
     def lock(self) -> int | None:
@@ -142,23 +140,25 @@ class Place(NamedTuple):
             os.unlink(f"{self}.sock")
 
     def connect(self) -> socket.socket:
-        connected = socket.socket(socket.AF_UNIX)
-        try:
-            connected.setblocking(False)  # With a full backlog it would wait.
-            self._at(connected.connect, f"{self.name}.sock")
-        except BaseException:
-            connected.close()
-            raise
-        return connected
+        return self._at(socket.socket.connect)
 
-    def _at(self, call: object, name: str) -> None:
-        """Call with an address of the directory's descriptor: a socket's path has at most 107 bytes."""
+    def log(self) -> int:
+        """Return a new file for what a keeper says that outlives its engines: it would keep their pipes open."""
+        with suppress(FileNotFoundError):
+            os.unlink(f"{self}.log")
+        return os.open(f"{self}.log", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+
+    def _at(self, bind_or_connect: Callable[[socket.socket, str], None]) -> socket.socket:
+        """Return a socket with an address of the directory's descriptor: a socket's path has at most 107 bytes."""
         fd = os.open(self.directory, os.O_PATH | os.O_DIRECTORY)
-        try:
-            assert callable(call)
-            call(f"/proc/self/fd/{fd}/{name}")
-        finally:
-            os.close(fd)
+        with ExitStack() as undo:
+            undo.callback(os.close, fd)
+            made = undo.enter_context(socket.socket(socket.AF_UNIX))
+            made.setblocking(False)  # With a full backlog it would wait.
+            bind_or_connect(made, f"/proc/self/fd/{fd}/{self.name}.sock")
+            undo.pop_all()
+        os.close(fd)
+        return made
 
     def _locked(self) -> int | None:
         fd = os.open(f"{self}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -36,8 +36,7 @@ class KeptCatalog:
         self.segments = Segments()
         self.inventory = InventoryQueue(held := set[OffloadKey]())
         self.queue = False  # See `wire.Welcome`.
-        self._held = held
-        self._hello, self._scanned = hello, asyncio.Event()
+        self._held, self._hello, self._scanned = held, hello, asyncio.Event()
         self._capacity_bytes, self._counters = capacity_bytes, counters
         self.is_lost = False
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
