@@ -72,3 +72,9 @@ def open_without_a_name(folder, *others):
                 path = os.readlink(f"/proc/{pid}/fd/{fd}")
                 found += path.startswith(str(folder)) and path.endswith("(deleted)")
     return found
+
+
+def until_end(request, made, end):
+    """Return what a fixture has made for a test, and end it with that fixture."""
+    request.addfinalizer(end)
+    return made

@@ -124,8 +124,8 @@ def test_it_names_the_versions_of_python_and_of_vllm_that_the_package_does():
     assert f"![vLLM {', '.join(known)}](" in readme.TEXT
 
 
-def test_it_says_early_that_it_has_not_run_on_a_gpu():
-    assert "**not yet on a GPU**" in readme.TEXT.partition("\n- ")[0]
+def test_it_says_early_that_no_gpu_has_run_a_model_with_it():
+    assert "**without a model**" in readme.TEXT.partition("\n- ")[0]
 
 
 def test_it_names_each_extra_that_an_installer_can_ask_for():

@@ -23,6 +23,7 @@ from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Footer, read_footer
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.segments import checkpoint
 from kvtier_backends.fs.segments.segment import HEADER_BYTES
+from tests.own import until_end
 
 ROW_BYTES = 8_192
 SLOT_BYTES = ROW_BYTES + FOOTER_BYTES  # A file's, too.
@@ -263,12 +264,7 @@ class SystemCall:
 
 @pytest.fixture
 def system_call(request, monkeypatch):
-    def system_call(name, **how):
-        made = SystemCall(monkeypatch, name, **how)
-        request.addfinalizer(made.let_go)
-        return made
-
-    return system_call
+    return lambda name, **how: until_end(request, made := SystemCall(monkeypatch, name, **how), made.let_go)
 
 
 @pytest.fixture
@@ -407,9 +403,5 @@ class Child:
 
 @pytest.fixture
 def launch(request, outside, root):
-    def launch(work, **asked):
-        child = Child(work, **{"root": str(root), "row_bytes": ROW_BYTES, "options": {}, **asked})
-        request.addfinalizer(child.end)
-        return child
-
-    return launch
+    given = {"root": str(root), "row_bytes": ROW_BYTES, "options": {}}
+    return lambda work, **asked: until_end(request, child := Child(work, **given | asked), child.end)

@@ -49,13 +49,9 @@ class FakeDriver:
         self.calls = []
 
         def attribute(found, number, device):
-            assert (number, device) == (91, 7)
+            assert (number, device) == (91, 0)
             found[0] = able[1]
             return able[0]
-
-        def device(found, ordinal):
-            found[0] = 7 + ordinal
-            return 0
 
         def batch(targets, sources, sizes, count, attributes, first, kinds, failed, stream):
             assert (first[0], kinds, list(attributes[1:6])) == (0, 1, [0] * 5)
@@ -71,7 +67,7 @@ class FakeDriver:
             return 0
 
         c_int, ints, sizes = ctypes.c_int, ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_size_t)
-        self.cuDeviceGet = ctypes.CFUNCTYPE(c_int, ints, c_int)(device)
+        self.cuDeviceGet = ctypes.CFUNCTYPE(c_int, ints, c_int)(lambda found, ordinal: 0)
         self.cuDeviceGetAttribute = ctypes.CFUNCTYPE(c_int, ints, c_int, c_int)(attribute)
         self.cuMemcpyBatchAsync = ctypes.CFUNCTYPE(
             c_int, *[sizes] * 3, ctypes.c_size_t, ints, sizes, ctypes.c_size_t, sizes, ctypes.c_size_t

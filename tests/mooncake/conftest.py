@@ -12,6 +12,7 @@ import pytest
 
 from kvtier.backend import SEAL_BYTES
 from kvtier.testing.conformance import tier_context
+from tests.own import until_end
 from tests.remote.servers import PATIENCE_S
 from tests.remote.tiers import lender, prefix
 from tests.testing.suites import CHUNK_BYTES, open_with
@@ -51,12 +52,7 @@ def pool(outside, tmp_path_factory):
 
 @pytest.fixture
 def own_pool(request, outside, tmp_path_factory):
-    def own_pool(**fields):
-        pool = Pool(tmp_path_factory.mktemp("mooncake"), **fields)
-        request.addfinalizer(pool.close)
-        return pool
-
-    return own_pool
+    return lambda **fields: until_end(request, own := Pool(tmp_path_factory.mktemp("mooncake"), **fields), own.close)
 
 
 @pytest.fixture(scope="session")

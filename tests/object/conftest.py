@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import pytest
 
 from kvtier_backends.object import ObjectBackend
+from tests.own import until_end
 from tests.remote.servers import PATIENCE_S
 from tests.remote.tiers import lender, proxy
 from tests.testing.suites import open_with
@@ -53,12 +54,7 @@ def environment(monkeypatch):
 def own_server(request, outside, tmp_path):
     from tests.object.servers import MotoServer
 
-    def own_server(**fields):
-        server = MotoServer(tmp_path, CREDENTIALS, **fields)
-        request.addfinalizer(server.kill)
-        return server.start()
-
-    return own_server
+    return lambda **fields: until_end(request, own := MotoServer(tmp_path, CREDENTIALS, **fields), own.kill).start()
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 
 from kvtier_backends.redis import RedisBackend
+from tests.own import until_end
 from tests.redis.servers import PATIENCE_S, RedisServer
 from tests.remote.redis import Values
 from tests.remote.tiers import lender, prefix, proxy
@@ -34,12 +35,7 @@ another_server = pytest.fixture(started, scope="session")
 
 @pytest.fixture
 def own_server(request, outside, tmp_path):
-    def own_server(*arguments, **fields):
-        server = RedisServer(tmp_path, *arguments, **fields)
-        request.addfinalizer(server.kill)
-        return server.start()
-
-    return own_server
+    return lambda *how, **fields: until_end(request, own := RedisServer(tmp_path, *how, **fields), own.kill).start()
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from kvtier_backends.redis.backend import target_of
 from kvtier_backends.redis.link import Refused, refusal_of
 from kvtier_backends.redis.options import Address
 from kvtier_backends.redis.servers import SLOTS, Away, Login, make_topology
+from tests.own import until_end
 from tests.redis.test_faults import QUICK
 
 PASSWORD = "KVTIER_TEST_PASSWORD"
@@ -45,12 +46,7 @@ class Node:
 
 @pytest.fixture
 def node(request):
-    def start(answers):
-        started = Node(answers)
-        request.addfinalizer(started.close)
-        return started
-
-    return start
+    return lambda answers: until_end(request, started := Node(answers), started.close)
 
 
 def slots(*nodes, of=WHOLE):
@@ -66,9 +62,7 @@ def at(host, port):
 def told_by(request):
     def told_by(node, scheme, path="", **about):
         options = RedisOptions(url=f"{scheme}://127.0.0.1:{node.port}{path}", **about, **QUICK)
-        topology = make_topology(options, Login(options))
-        request.addfinalizer(topology.close)
-        return topology
+        return until_end(request, topology := make_topology(options, Login(options)), topology.close)
 
     return told_by
 

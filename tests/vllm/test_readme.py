@@ -146,18 +146,18 @@ def healthy(address):
         return False
 
 
-def asked(server, prompt=PROMPT, params=None):
+def asked(server, prompt=PROMPT, params=None, **headers):
     body = json.dumps({"model": str(server.model), "prompt": prompt, "max_tokens": 8, "temperature": 0})
     if params is not None:
         body = f'{body[:-1]}, "kv_transfer_params": {params}}}'
-    request = urllib.request.Request(f"{server.address}/v1/completions", body.encode(), JSON)
+    request = urllib.request.Request(f"{server.address}/v1/completions", body.encode(), JSON | headers)
     with urllib.request.urlopen(request) as reply:
         answer: dict[str, Any] = json.load(reply)
     details = answer["usage"]["prompt_tokens_details"]
     return answer["choices"][0]["text"], details["cached_tokens"] if details else 0
 
 
-def counted(address, metric):
+def counted(address, metric, *labels):
     with urllib.request.urlopen(f"{address}/metrics") as answer:
         lines = [line for line in answer.read().decode().splitlines() if line.startswith(metric)]
-    return sum(float(line.rpartition(" ")[2]) for line in lines)
+    return sum(float(line.rpartition(" ")[2]) for line in lines if all(label in line for label in labels))

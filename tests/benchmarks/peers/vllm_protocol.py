@@ -25,7 +25,7 @@ from vllm.v1.kv_offload.tiering.manager import (
 )
 
 from kvtier.integrations.vllm.manager import VllmManager
-from kvtier.integrations.vllm.stats import TransferTimes
+from kvtier.integrations.vllm.stats import Stats
 from kvtier.tools.figures import Side, interleaved, rate_of, row_of
 from tests.benchmarks.peers.side_by_side import arguments, give_out
 from tests.benchmarks.protocol import CHUNK_BYTES, KEYS_A_REQUEST, REQUESTS_A_STEP, ROWS, Caller, Steps
@@ -70,7 +70,7 @@ def caller_of(manager):
 def kvtier_caller(tiers):
     steps = Steps(tiers=tiers)
     steps.hold(0)
-    return caller_of(VllmManager(steps.manager, TransferTimes()))
+    return caller_of(VllmManager(steps.manager, Stats()))
 
 
 def vllm_tiering():

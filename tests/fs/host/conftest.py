@@ -20,6 +20,7 @@ from kvtier_backends.fs.host.keeper import Keeper
 from kvtier_backends.fs.host.meeting import Place
 from kvtier_backends.fs.segments import wire
 from tests.fs.conftest import ROW_BYTES
+from tests.own import until_end
 
 LINGER_S = 0.5
 CAPACITY_BYTES = 4 << 20  # One segment, so that its slots can be counted.
@@ -130,12 +131,7 @@ async def join(root, pool):
 def peer(request):
     """Return a function that begins a session by hand."""
 
-    def peer(place):
-        made = Peer(place)
-        request.addfinalizer(made.close)
-        return made
-
-    return peer
+    return lambda place: until_end(request, made := Peer(place), made.close)
 
 
 @pytest.fixture(autouse=True)

@@ -3,10 +3,7 @@
 import asyncio
 import os
 import shutil
-import signal
 import socket
-import subprocess
-import sys
 import threading
 from contextlib import contextmanager, suppress
 
@@ -311,23 +308,10 @@ async def test_a_keeper_whose_backlog_is_full_is_unavailable(pool, peer, join, m
             await join("memory")
 
 
-OPENS = """
-import asyncio, sys
-from kvtier.testing.conformance import tier_context
-from kvtier_backends.fs import MemoryBackend, MemoryOptions
-options = MemoryOptions(pool=sys.argv[1], shared=True, capacity_bytes=1 << 20)
-asyncio.run(MemoryBackend.open(options, tier_context(4_096)))
-"""
-
-
-def test_a_keeper_keeps_no_pipe_of_the_engine_that_started_it_open(pool, outside):
-    place = Place.of_pool(pool)
-    try:  # It lingers for minutes.
-        subprocess.run([sys.executable, "-c", OPENS, pool], stderr=subprocess.PIPE, check=True, timeout=PATIENCE_S)
-        assert os.path.getsize(f"{place}.log") == 0
-    finally:
-        for pid in keepers(place):
-            os.kill(pid, signal.SIGTERM)
+async def test_a_keeper_keeps_no_pipe_of_the_engine_that_started_it_open(outside, join, pool):
+    await join("memory")
+    (pid,) = keepers(place := Place.of_pool(pool))
+    assert [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in range(3)] == [os.devnull, os.devnull, f"{place}.log"]
 
 
 async def test_an_interpreter_that_cannot_start_is_unavailable(outside, join, monkeypatch):
