@@ -14,7 +14,7 @@ import uvloop
 
 from kvtier import StepManager, TieringOffloadingManager
 from tests.engine.kit import PATIENCE_S, children, describe, put
-from tests.own import WORKER, shared_memory
+from tests.own import WORKER, shared_memory, until_end
 
 # libuv makes its two descriptors for signals with a process's first loop, and keeps them.
 uvloop.new_event_loop().close()
@@ -74,9 +74,7 @@ async def open_engine(nothing_left):
 @pytest.fixture
 def start_engine(request, outside, nothing_left):
     def start_engine(rows=8, *tiers, **fields):
-        engine = StepManager.start(describe(rows, *tiers, runner="process", **fields))
-        request.addfinalizer(engine.close)
-        return engine
+        return until_end(request, e := StepManager.start(describe(rows, *tiers, runner="process", **fields)), e.close)
 
     return start_engine
 

@@ -273,8 +273,7 @@ def open_folder(request, root, mapper):
         given = FsOptions(**{"root": str(root), "layout": "files", **options})
         folder = Folder(given, TierContext("0:fs", mapper, ROW_BYTES))
         folder.open()
-        request.addfinalizer(folder.close)
-        return folder
+        return until_end(request, folder, folder.close)
 
     return open_folder
 

@@ -58,7 +58,6 @@ class FakeDriver:
             self.calls.append((count, attributes[0], stream))
             for number in range(count):
                 ctypes.memmove(targets[number], sources[number], sizes[number] if copies else 0)
-            failed[0] = 0
             return answer
 
         def find(name, found, version, flags, status):

@@ -51,9 +51,7 @@ def free_port(*, with_bus=False):
 
 
 class OneServer:
-    """A server of one process, once it is started."""
-
-    _process: "ServerProcess | None" = None
+    _process: "ServerProcess | None" = None  # None until it is started.
 
     def signal(self, number):
         assert self._process is not None
