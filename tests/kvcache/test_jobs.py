@@ -107,6 +107,7 @@ def test_waiting_ends_with_the_transfers_or_the_time(jobs):
     jobs.submit(job(0, Direction.LOAD))
     assert not jobs.wait([0], timeout_s=0.0)
     assert jobs.wait([99], timeout_s=0.0)  # Not about: nothing to wait for.
+    assert not jobs.close(timeout_s=0.0)
     started(jobs)
     assert jobs.wait([0], timeout_s=0.0)
 
@@ -115,7 +116,7 @@ def test_closing_refuses_new_transfers_and_still_serves_one_that_waits_for_anoth
     jobs.submit(job(0, Direction.LOAD, blocks=(1,), rows=(1,)))
     jobs.submit(job(1, Direction.STORE, blocks=(1,), rows=(2,)))
     load = jobs.take([Direction.LOAD], wait=False)
-    jobs.close()
+    assert not jobs.close(timeout_s=0.0)
     with pytest.raises(RuntimeError, match="closed"):
         jobs.submit(job(2, Direction.LOAD))
     taken = list[CopyJob | None]()

@@ -223,11 +223,10 @@ def slots_for(rows, blocks_per_chunk=1):
 
 
 def test_a_closed_worker_has_no_thread_that_would_free_tensors_while_the_process_exits():
-    class SlowToGo(strided.HostCopier):
-        def __del__(self):
-            time.sleep(0.2)
-
-    worker = TransferWorker(caches_on("cpu"), slots_for(3), copiers=lambda sides: [SlowToGo(sides)])
+    slow_to_go = type("SlowToGo", (), {"__call__": lambda self: None, "__del__": lambda self: time.sleep(0.2)})
+    copier = type("Copier", (strided.HostCopier,), {"begin": lambda self, job: slow_to_go()})
+    worker = TransferWorker(caches_on("cpu"), slots_for(3), copiers=lambda sides: [copier(sides)])
+    worker.submit_store(1, [GroupBlocks([4], [0])])
     assert worker.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "kvtier-copies"]
 

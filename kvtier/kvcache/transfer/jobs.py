@@ -124,8 +124,8 @@ class CopyJobs:
         with self._changed:
             return self._changed.wait_for(lambda: self._unfinished.keys().isdisjoint(job_ids), timeout_s)
 
-    def close(self) -> None:
-        """Refuse new transfers."""
+    def close(self, timeout_s: float | None = None) -> bool:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+            return self._changed.wait_for(lambda: not self._unfinished, timeout_s)

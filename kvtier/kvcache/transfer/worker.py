@@ -82,11 +82,11 @@ class TransferWorker:
 
         Caches and rows may be freed only after True: a thread that still freed tensors would end a process that exits.
         """
-        self._jobs.close()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        for thread in self._threads:
+        is_idle = self._jobs.close(timeout_s)  # An interrupted join would take a living thread for an ended one.
+        for thread in self._threads if is_idle else ():
             thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        return is_idle and not any(thread.is_alive() for thread in self._threads)
 
     def __enter__(self) -> Self:
         return self
