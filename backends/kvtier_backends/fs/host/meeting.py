@@ -115,9 +115,11 @@ class Place(NamedTuple):
     def listen(self) -> socket.socket:
         """Return a new socket that listens in the place of a dead keeper's. The caller has the lock."""
         self.remove_socket(self.inode())
-        listener = self._at(socket.socket.bind)
-        os.chmod(f"{self}.sock", 0o600 | os.stat(self.directory).st_mode & stat.S_IRWXG & 0o060)
-        listener.listen(256)
+        with ExitStack() as undo:
+            listener = undo.enter_context(self._at(socket.socket.bind))
+            os.chmod(f"{self}.sock", 0o600 | os.stat(self.directory).st_mode & stat.S_IRWXG & 0o060)
+            listener.listen(256)
+            undo.pop_all()
         return listener
 
     def lock(self) -> int | None:
@@ -143,9 +145,9 @@ class Place(NamedTuple):
         return self._at(socket.socket.connect)
 
     def log(self) -> int:
-        """Return a new file for what a keeper says that outlives its engines: it would keep their pipes open."""
+        """Return a new file for what a keeper says that outlives its engines; the last keeper's is kept once."""
         with suppress(FileNotFoundError):
-            os.unlink(f"{self}.log")
+            os.replace(f"{self}.log", f"{self}.log.1")
         return os.open(f"{self}.log", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
 
     def _at(self, bind_or_connect: Callable[[socket.socket, str], None]) -> socket.socket:

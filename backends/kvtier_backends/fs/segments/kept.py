@@ -35,13 +35,11 @@ class KeptCatalog:
     ) -> None:
         self.segments = Segments()
         self.inventory = InventoryQueue(held := set[OffloadKey]())
-        self.queue = False  # See `wire.Welcome`.
+        self.is_lost = self.queue = False  # `queue`: see `wire.Welcome`.
         self._held, self._hello, self._scanned = held, hello, asyncio.Event()
         self._capacity_bytes, self._counters = capacity_bytes, counters
-        self.is_lost = False
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
-        self._heard = 0  # Messages.
-        self._ids = itertools.count(1)
+        self._heard, self._ids = 0, itertools.count(1)  # Messages, and numbers of calls.
         self._calls: dict[int, asyncio.Future[Any]] = {0: asyncio.get_running_loop().create_future()}
         self._own: dict[int, bytes] = {}  # By lease.
         self._link = wire.Link(connected, wire.ToEngine, self._received, self._lose)
