@@ -231,6 +231,21 @@ def test_a_closed_worker_has_no_thread_that_would_free_tensors_while_the_process
     assert not [thread for thread in threading.enumerate() if thread.name == "kvtier-copies"]
 
 
+def test_a_worker_that_cannot_start_all_its_threads_leaves_none(monkeypatch):
+    begun = []
+
+    def start_thread(thread):
+        if begun:
+            raise RuntimeError("can't start new thread")
+        begun.append(thread)
+        thread.start()
+
+    monkeypatch.setattr("kvtier.kvcache.transfer.worker.start_thread", start_thread)
+    with pytest.raises(RuntimeError, match="can't start"):
+        TransferWorker(caches_on("cpu"), slots_for(3), copiers=lambda sides: [strided.HostCopier(sides)] * 2)
+    assert not begun[0].is_alive()
+
+
 def test_a_load_of_a_block_that_is_being_stored_comes_after(device):
     caches, slots = caches_on(device), slots_for(3)
     slots[2] = 99

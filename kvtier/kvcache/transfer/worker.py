@@ -4,6 +4,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from typing import Self
 
 import torch
@@ -55,8 +56,11 @@ class TransferWorker:
             threading.Thread(target=_serve, args=(self._jobs, copier), name="kvtier-copies", daemon=True)
             for copier in made
         ]
-        for thread in self._threads:
-            start_thread(thread)
+        with ExitStack() as undo:  # A process may have no more threads.
+            undo.callback(self.close)
+            for thread in self._threads:
+                start_thread(thread)
+            undo.pop_all()
 
     def submit_store(self, job_id: int, groups: Sequence[GroupBlocks]) -> None:
         """Begin to copy blocks into rows; one `GroupBlocks` for each of the model's groups, empty ones included.
@@ -84,7 +88,7 @@ class TransferWorker:
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         is_idle = self._jobs.close(timeout_s)  # An interrupted join would take a living thread for an ended one.
-        for thread in self._threads if is_idle else ():
+        for thread in filter(threading.Thread.is_alive, self._threads if is_idle else ()):
             thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
         return is_idle and not any(thread.is_alive() for thread in self._threads)
 
