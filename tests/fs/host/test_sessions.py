@@ -6,6 +6,7 @@ import shutil
 import socket
 import threading
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
@@ -312,6 +313,14 @@ async def test_a_keeper_keeps_no_pipe_of_the_engine_that_started_it_open(outside
     await join("memory")
     (pid,) = keepers(place := Place.of_pool(pool))
     assert [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in range(3)] == [os.devnull, os.devnull, f"{place}.log"]
+
+
+async def test_a_keeper_is_started_although_its_log_cannot_be_made(outside, join, pool):
+    os.makedirs(f"{Place.of_pool(pool)}.log.1")
+    Path(f"{Place.of_pool(pool)}.log").touch()
+    await join("memory")
+    (pid,) = keepers(Place.of_pool(pool))
+    assert os.readlink(f"/proc/{pid}/fd/2") == os.devnull
 
 
 async def test_an_interpreter_that_cannot_start_is_unavailable(outside, join, monkeypatch):

@@ -145,10 +145,12 @@ class Place(NamedTuple):
         return self._at(socket.socket.connect)
 
     def log(self) -> int:
-        """Return a new file for what a keeper says that outlives its engines; the last keeper's is kept once."""
-        with suppress(FileNotFoundError):
-            os.replace(f"{self}.log", f"{self}.log.1")
-        return os.open(f"{self}.log", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        """Return a new file for a keeper's log, or nowhere if there can be none; the last keeper's is kept once."""
+        with suppress(OSError):
+            with suppress(FileNotFoundError):
+                os.replace(f"{self}.log", f"{self}.log.1")
+            return os.open(f"{self}.log", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        return os.open(os.devnull, os.O_WRONLY)
 
     def _at(self, bind_or_connect: Callable[[socket.socket, str], None]) -> socket.socket:
         """Return a socket with an address of the directory's descriptor: a socket's path has at most 107 bytes."""
