@@ -79,8 +79,7 @@ class Peer:
         self._decode = msgspec.msgpack.Decoder(wire.ToEngine).decode
 
     def send(self, message):
-        content = msgspec.msgpack.encode(message)
-        self.socket.sendall(len(content).to_bytes(wire.LENGTH_BYTES, "little") + content)
+        self.socket.sendall(wire.framed(message))
 
     def hello(self, options, *, protocol=wire.PROTOCOL, model="org/model"):
         self.send(wire.Hello(protocol, "memory", options, Namespace(model_name=model), ROW_BYTES, 0.5, "by hand"))

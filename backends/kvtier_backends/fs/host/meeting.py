@@ -87,10 +87,9 @@ class Place(NamedTuple):
 
     def report(self) -> wire.Samples:
         """Return the metrics of the keeper that is here; without one that answers, none."""
-        content = msgspec.msgpack.encode(wire.Call(1, "report", pack_keys(())))
         with suppress(OSError, msgspec.MsgspecError), self.connect() as connected, connected.makefile("rb") as answer:
             connected.settimeout(2.0)
-            connected.sendall(len(content).to_bytes(wire.LENGTH_BYTES, "little") + content)
+            connected.sendall(wire.framed(wire.Call(1, "report", pack_keys(()))))
             connected.shutdown(socket.SHUT_WR)
             return msgspec.msgpack.decode(answer.read()[wire.LENGTH_BYTES :], type=wire.Answer).samples
         return []

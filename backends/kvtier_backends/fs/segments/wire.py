@@ -104,6 +104,11 @@ ToKeeper = Hello | Call | End | Advise
 ToEngine = Welcome | SegmentSaid | Inventory | Answer
 
 
+def framed(message: Message) -> bytes:
+    content = msgspec.msgpack.encode(message)
+    return len(content).to_bytes(LENGTH_BYTES, "little") + content
+
+
 def packed(code: Literal["q", "Q"], numbers: Sequence[int]) -> bytes:
     return array(code, numbers).tobytes()
 
@@ -130,7 +135,6 @@ class Link:
         self.closed = False
         self._socket, self._received, self._lost = connected, received, lost
         self._decode = msgspec.msgpack.Decoder(accepted).decode
-        self._encode = msgspec.msgpack.Encoder().encode
         self._loop = asyncio.get_running_loop()
         self._read = bytearray()
         self._descriptors: deque[int] = deque()
@@ -146,8 +150,7 @@ class Link:
             if descriptor is not None:
                 os.close(descriptor)
             return
-        content = self._encode(message)
-        frame = len(content).to_bytes(LENGTH_BYTES, "little") + content
+        frame = framed(message)
         self._unsent_bytes += len(frame)
         waits = bool(self._unsent)
         self._unsent.append((memoryview(frame), descriptor))
