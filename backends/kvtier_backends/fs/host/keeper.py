@@ -28,7 +28,7 @@ from kvtier.errors import BackendError, ConfigError, KVTierError, Remedy
 from kvtier_backends.fs.disk.capacity import Capacity
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Packing
 from kvtier_backends.fs.disk.lanes import start_lanes
-from kvtier_backends.fs.host.gate import Gate, Pass
+from kvtier_backends.fs.host.gate import Gate
 from kvtier_backends.fs.host.meeting import Place
 from kvtier_backends.fs.layout import Background, FsTier, OpenTier, PoolRoot, Scarce, SlotTier, open_tier, until
 from kvtier_backends.fs.options import FsOptions, MemoryOptions
@@ -109,7 +109,7 @@ class Session:
         self._pidfd = _peer(connected)
         self._namespace: KeptNamespace | None = None
         self._sent, self._sending = set[int](), asyncio.Lock()  # Segments that it knows, by their first slots.
-        self._held: dict[int, tuple[Lease | Reservation, Pass]] = {}
+        self._held: dict[int, tuple[Lease | Reservation, ExitStack]] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self.link = wire.Link(connected, wire.ToKeeper, self._received, self._lost)
 
@@ -202,13 +202,10 @@ class Session:
         self.link.send(answer)
 
     async def _lease(self, call_id: int, keys: list[OffloadKey], namespace: KeptNamespace) -> wire.Answer:
-        turn = await self._turn(len(keys), namespace, is_store=False)
-        try:
+        with ExitStack() as at_end:
+            at_end.callback(await self._turn(len(keys), namespace, is_store=False))
             lease = await namespace.catalog.lease(keys)
-        except BaseException:
-            turn.end()
-            raise
-        self._held[call_id] = lease, turn
+            self._held[call_id] = lease, at_end.pop_all()
         own = namespace.stored_by(self._number, lease.slots)
         return wire.Answer(call_id, wire.packed("q", lease.slots), wire.packed("Q", lease.sequences), own)
 
@@ -217,13 +214,11 @@ class Session:
         wanted = [place for place, key in enumerate(keys) if storing.get(key, self) is self]
         free, busy = [keys[place] for place in wanted], sorted({*range(len(keys))} - {*wanted})
         storing.update(dict.fromkeys(free, self))
-        with ExitStack() as undo:
-            undo.callback(self._end_storing, free, namespace)
-            turn = await self._turn(len(free), namespace, is_store=True)
-            undo.callback(turn.end)
+        with ExitStack() as at_end:
+            at_end.callback(self._end_storing, free, namespace)
+            at_end.callback(await self._turn(len(free), namespace, is_store=True))
             reservation = await namespace.catalog.reserve(free)
-            undo.pop_all()
-        self._held[call_id] = reservation, turn
+            self._held[call_id] = reservation, at_end.pop_all()
         refusals: list[tuple[list[int], Scarce, int, str]] = [
             ([wanted[place] for place in places], reason, error.errno or 0 if error else 0, str(error or ""))
             for places, reason, error in reservation.refusals
@@ -233,18 +228,18 @@ class Session:
         numbers = wire.packed("q", [*(wanted[place] for place in reservation.positions), reservation.last_sequence])
         return wire.Answer(call_id, wire.packed("q", reservation.slots), numbers, refusals=refusals)
 
-    async def _turn(self, chunks: int, namespace: KeptNamespace, *, is_store: bool) -> Pass:
+    async def _turn(self, chunks: int, namespace: KeptNamespace, *, is_store: bool) -> Callable[[], None]:
         size_bytes = chunks * (namespace.tier.context.row_bytes + FOOTER_BYTES)
-        return await self._keeper.gate.enter(self._number, size_bytes, is_store=is_store)
+        return (await self._keeper.gate.enter(self._number, size_bytes, is_store=is_store)).end
 
     def _end(self, call_id: int, done: bytes) -> None:
         """End what a call holds; a call that goes on is cancelled, and then holds nothing."""
         if (task := self._tasks.get(call_id)) is not None and task is not asyncio.current_task():
             task.cancel()
-        namespace, (held, turn) = self._namespace, self._held.pop(call_id, (None, None))
-        if namespace is None or held is None or turn is None:
+        namespace, (held, at_end) = self._namespace, self._held.pop(call_id, (None, None))
+        if namespace is None or held is None or at_end is None:
             return
-        turn.end()
+        at_end.close()
         count = len(held.keys if isinstance(held, Lease) else held.slots)
         flags = [bool(flag) for flag in done] if len(done) == count else [False] * count
         if isinstance(held, Lease):
@@ -254,7 +249,6 @@ class Session:
             self._stored += sum(flags)
             namespace.note_stored(self._number, [slot for slot, flag in zip(held.slots, flags, strict=True) if flag])
             namespace.catalog.publish(held, flags, told=False)
-            self._end_storing(held.keys, namespace)
 
     def _end_storing(self, keys: Sequence[OffloadKey], namespace: KeptNamespace) -> None:
         for key in keys:
