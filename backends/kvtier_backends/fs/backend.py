@@ -35,7 +35,7 @@ from kvtier_backends.fs.layout import (
 )
 from kvtier_backends.fs.options import FsOptions, MemoryOptions, common_options
 from kvtier_backends.fs.segments import wire
-from kvtier_backends.fs.segments.kept import KeptCatalog
+from kvtier_backends.fs.segments.kept import KeeperGone, KeptCatalog
 from kvtier_backends.fs.segments.layout import SegmentsLayout, disk_catalog, pool_catalog
 from kvtier_backends.fs.segments.room import Space
 from kvtier_backends.fs.segments.segment import HEADER_BYTES, SEGMENT_BYTES_MOST
@@ -376,8 +376,11 @@ async def _shared_life(
             wire.PROTOCOL, "fs" if on_disk else "memory", common_options(options), mapper.namespace, row_bytes,
             context.retained_share, f"{context.name} of process {pid}",
         )  # fmt: skip
-        catalog = KeptCatalog(await lanes.scan.run(place.meet), hello, options.capacity_bytes, counters)
-        await catalog.opened()
+        about = hello, options.capacity_bytes, counters
+        try:
+            catalog = await KeptCatalog(await lanes.scan.run(place.meet), *about).opened()
+        except KeeperGone:  # It was about to end, and another is met now.
+            catalog = await KeptCatalog(await lanes.scan.run(place.meet), *about).opened()
     except BaseException:
         lanes.let_go()
         raise

@@ -280,6 +280,15 @@ async def test_after_a_keeper_is_lost_the_next_calls_find_a_new_one(kept_by, kee
     await lender.keep(tier, keys)
 
 
+async def test_an_engine_that_meets_a_keeper_at_its_end_joins_the_next_one(keep, place, kind, join):
+    os.makedirs(place.directory, exist_ok=True)
+    with place.listen() as listener:
+        joining = asyncio.create_task(join(kind))
+        (await asyncio.get_running_loop().sock_accept(listener))[0].close()
+        keep(place)
+    await joining
+
+
 async def test_a_root_that_is_removed_under_the_keeper_is_begun_again(keep, root, join, lender, monkeypatch):
     monkeypatch.setattr(keeper, "LOOK_S", 0.02)
     first, tier, keys = keep(Place(str(root))), await join(), keys_of(10)

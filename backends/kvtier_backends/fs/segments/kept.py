@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Self
 
 from kvtier.backend import Advice, InventoryQueue, Occupancy, OffloadKey, pack_keys, unpack_keys
 from kvtier.errors import BackendUnavailable, ConfigError
@@ -18,7 +18,13 @@ from kvtier_backends.fs.segments.catalog import SCAN_PATIENCE_S, Doubt, Judged, 
 from kvtier_backends.fs.segments.segment import Header, Segment, Segments
 
 ANSWER_S = 10.0  # A keeper that does not answer for so long is stopped; its engines do without it.
-GONE = "the keeper is gone"
+
+
+class KeeperGone(BackendUnavailable):
+    """The keeper has ended, or it has no room for another session."""
+
+    def __init__(self) -> None:
+        super().__init__("the keeper is gone")
 
 
 class KeptCatalog:
@@ -45,7 +51,7 @@ class KeptCatalog:
         self._link = wire.Link(connected, wire.ToEngine, self._received, self._lose)
         self._link.send(hello)
 
-    async def opened(self) -> None:
+    async def opened(self) -> Self:
         """Wait for the keeper's welcome. Raises `ConfigError` or `BackendUnavailable`, and then leaves nothing."""
         try:
             welcome: wire.Welcome = await self._answer(0)
@@ -55,6 +61,7 @@ class KeptCatalog:
             self.close()
             raise
         self.queue = welcome.queue
+        return self
 
     def close(self) -> None:
         """Close the session and its descriptors; idempotent. No lane may be using them; any thread may call."""
@@ -109,7 +116,7 @@ class KeptCatalog:
     def publish(self, reservation: Reservation, written: Sequence[bool], *, told: bool) -> None:
         self._link.send(wire.End(reservation.id, bytes(written)))
         if told and (self.is_lost or self._link.ending):
-            raise BackendUnavailable(GONE)
+            raise KeeperGone
         for position, is_written in zip(reservation.positions, written, strict=True):
             if is_written:
                 self._held.add(reservation.keys[position])
@@ -135,7 +142,7 @@ class KeptCatalog:
 
     async def _call(self, kind: Any, keys: Sequence[OffloadKey], doubts: Any = ()) -> wire.Answer:
         if self.is_lost:
-            raise BackendUnavailable(GONE)
+            raise KeeperGone
         call = wire.Call(next(self._ids), kind, pack_keys(keys), list(doubts))
         self._calls[call.id] = asyncio.get_running_loop().create_future()
         self._link.send(call)
@@ -154,19 +161,19 @@ class KeptCatalog:
         try:
             while not (await asyncio.wait({waiting}, timeout=ANSWER_S / 2))[0]:
                 if heard == self._heard:
-                    self._lose(f"the keeper has not answered for {ANSWER_S:g} s: it may be stopped")
+                    self._lose(lambda: BackendUnavailable(f"no answer in {ANSWER_S:g} s: the keeper may be stopped"))
                 heard = self._heard
                 self._link.send(wire.Call(next(self._ids), "report", pack_keys(())))
             return waiting.result()
         finally:
             self._calls.pop(call_id, None)
 
-    def _lose(self, why: str = GONE) -> None:
+    def _lose(self, error: Callable[[], BackendUnavailable] = KeeperGone) -> None:
         """End every call: the keeper is gone, or does not answer. One that goes on again reads what is sent still."""
         self.is_lost = True
         for waiting in self._calls.values():
             if not waiting.done():
-                waiting.set_exception(BackendUnavailable(why))
+                waiting.set_exception(error())
 
     def _received(self, message: wire.ToEngine, descriptor: Callable[[], int]) -> None:
         self._heard += 1
