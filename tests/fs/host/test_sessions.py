@@ -280,6 +280,14 @@ async def test_after_a_keeper_is_lost_the_next_calls_find_a_new_one(kept_by, kee
     await lender.keep(tier, keys)
 
 
+async def test_a_lookup_of_an_engine_that_has_lost_its_keeper_is_unavailable(kept_by, kind, join, lender):
+    tier, keys = await join(kind), keys_of(4)
+    await lender.keep(tier, keys)
+    kept_by.end()
+    with pytest.raises(BackendUnavailable, match="the keeper is gone"):
+        await until_probed(tier, keys, there=False)
+
+
 async def test_an_engine_that_meets_a_keeper_at_its_end_joins_the_next_one(keep, place, kind, join):
     os.makedirs(place.directory, exist_ok=True)
     with place.listen() as listener:

@@ -88,6 +88,8 @@ class KeptCatalog:
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         if not self._scanned.is_set() and not all(key in self._held for key in keys):
             await until(self._scanned.wait(), SCAN_PATIENCE_S)
+        if self.is_lost:
+            raise KeeperGone
         return [key in self._held for key in keys]
 
     async def lease(self, keys: Sequence[OffloadKey]) -> Lease:
@@ -171,6 +173,7 @@ class KeptCatalog:
     def _lose(self, error: Callable[[], BackendUnavailable] = KeeperGone) -> None:
         """End every call: the keeper is gone, or does not answer. One that goes on again reads what is sent still."""
         self.is_lost = True
+        self._scanned.set()
         for waiting in self._calls.values():
             if not waiting.done():
                 waiting.set_exception(error())
