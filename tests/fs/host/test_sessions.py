@@ -94,6 +94,19 @@ async def test_a_chunk_that_another_engine_is_storing_is_refused_as_that(by_hand
     assert await lender.recall(tier, keys) == whole(keys)
 
 
+async def test_a_chunk_that_an_engine_is_storing_twice_is_refused_to_others_until_both_have_ended(by_hand):
+    hand, other, keys = by_hand(), by_hand(), keys_of(2)
+    for number, given in enumerate([keys[:1], keys, keys[:1] * 2]):
+        assert hand.call(number + 1, "reserve", given).refusals == []
+    refused = []
+    for number in (1, 2, 3):
+        hand.send(wire.End(number))
+        hand.call(9, "report")
+        refused.append([places for places, *_ in other.call(number, "reserve", keys).refusals])
+        other.send(wire.End(number))
+    assert refused == [[[0, 1]], [[0]], []]
+
+
 # Slots come back.
 
 

@@ -50,7 +50,7 @@ class KeptNamespace:
     def __init__(self, tier: SlotTier, catalog: LocalCatalog, close_files: Callable[[], None]) -> None:
         self.tier, self.catalog, self._close_files = tier, catalog, close_files
         self.sessions: dict[Session, None] = {}
-        self.storing: dict[OffloadKey, Session] = {}  # The session that is storing a key: no other stores it meanwhile.
+        self.storing: dict[OffloadKey, list[Session]] = {}  # The session that stores a key, once a store: no other may.
         self._stored_by = array("I")  # By slot: the session that stored its chunk, 0 for an earlier one.
         self._background = Background()
         self._background.begin("keeper", (*catalog.works(), self._report))
@@ -211,9 +211,10 @@ class Session:
 
     async def _reserve(self, call_id: int, keys: list[OffloadKey], namespace: KeptNamespace) -> wire.Answer:
         storing = namespace.storing
-        wanted = [place for place, key in enumerate(keys) if storing.get(key, self) is self]
+        wanted = [place for place, key in enumerate(keys) if self in storing.get(key, (self,))]
         free, busy = [keys[place] for place in wanted], sorted({*range(len(keys))} - {*wanted})
-        storing.update(dict.fromkeys(free, self))
+        for key in free:
+            storing.setdefault(key, []).append(self)
         with ExitStack() as at_end:
             at_end.callback(self._end_storing, free, namespace)
             at_end.callback(await self._turn(len(free), namespace, is_store=True))
@@ -252,7 +253,8 @@ class Session:
 
     def _end_storing(self, keys: Sequence[OffloadKey], namespace: KeptNamespace) -> None:
         for key in keys:
-            if namespace.storing.get(key) is self:
+            namespace.storing[key].pop()
+            if not namespace.storing[key]:
                 del namespace.storing[key]
 
     async def _send_segments(self, namespace: KeptNamespace) -> None:
