@@ -1,6 +1,7 @@
 """Sessions of engines with their keeper, in one process: what they see of each other, and how each of them ends."""
 
 import asyncio
+import errno
 import os
 import shutil
 import socket
@@ -250,6 +251,22 @@ async def test_more_sessions_than_the_most_are_refused_until_one_ends(of_pool, j
                 third = await join("memory")
                 break
     await lender.keep(third, keys_of(3))
+
+
+async def test_a_keeper_without_descriptors_serves_its_sessions_and_accepts_others_later(of_pool, by_hand, monkeypatch):
+    hand, tries = by_hand(), []
+
+    def accept(_):
+        tries.append(1)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket.socket, "accept", accept)
+        later = by_hand(hello=False)
+        for number in range(100):
+            hand.call(number, "report")
+    assert 0 < len(tries) < 50
+    assert later.call(1, "report").failure == ""
 
 
 async def test_a_deaf_session_ends_and_the_others_are_still_told(by_hand, join, lender, monkeypatch):

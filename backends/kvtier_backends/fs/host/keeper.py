@@ -41,7 +41,7 @@ from kvtier_backends.fs.segments.segment import Segment
 logger = logging.getLogger(__name__)
 
 SESSIONS_MAX = 256
-LOOK_S = 10.0  # Between two looks whether engines still meet this keeper.
+LOOK_S = 1.0  # Between two looks whether engines still meet this keeper, and whether it can accept them again.
 
 
 class KeptNamespace:
@@ -300,12 +300,12 @@ class Keeper:
     async def run(self) -> None:
         """Serve until it is told to end, or until nobody has wanted it for long."""
         loop = asyncio.get_running_loop()
-        loop.add_reader(self._listener, self._accept)
         inode = await self._lane.run(self._place.inode)
         self._linger()
         try:
-            while not await until(self._ended.wait(), LOOK_S):
-                if await self._lane.run(self._place.inode) != inode:  # The root was removed, or its socket.
+            while inode and await self._lane.run(self._place.inode) == inode:  # Else the root was removed.
+                loop.add_reader(self._listener, self._accept)
+                if await until(self._ended.wait(), LOOK_S):
                     break
         finally:
             for reader in (self._listener, 0):
@@ -377,7 +377,7 @@ class Keeper:
         return KeptNamespace(pool, *pool_catalog(pool, self._space))
 
     def _accept(self) -> None:
-        with suppress(OSError):  # It has gone again, or this process has no descriptor for it.
+        try:
             connected, _ = self._listener.accept()
             if len(self._sessions) >= SESSIONS_MAX:
                 connected.close()
@@ -385,6 +385,8 @@ class Keeper:
             self._sessions.add(Session(self, next(self._numbers), connected))
             if self._lingering is not None:
                 self._lingering.cancel()
+        except OSError:  # There is no descriptor for it, and this would be called again at once.
+            asyncio.get_running_loop().remove_reader(self._listener)
 
     def _linger(self) -> None:
         if self._lingering is not None:
