@@ -1,4 +1,4 @@
-"""The keeper's gate: it deals the device's width to sessions by bytes, loads before stores.
+"""The keeper's gate: it deals the device's width to sessions by bytes, loads before stores, which keep a small part.
 
 Start-time fair queueing (Goyal, Vin, Cheng 1996): a batch's tag is its session's last end or the time of the queue,
 whichever is later, and the least tag goes first. So a light session never waits behind what heavy ones have queued.
@@ -9,6 +9,7 @@ from heapq import heappop, heappush
 from itertools import count
 
 WIDTH_BYTES = 64 << 20  # In transfer at once: some milliseconds of a fast disk or of memory.
+LOADS_MAX = 8  # Widths of loads that go before a store that waits.
 HELD_S = 1.0  # A batch that takes longer belongs to a slow or stopped engine, and no other waits for it.
 
 
@@ -20,8 +21,9 @@ class Gate:
         self._width_bytes = width_bytes
         self._now = [0, 0]  # Tag of the last batch that was let through, for loads and for stores.
         self._ends: dict[tuple[int, bool], int] = {}  # Tag at which the last batch of a session ends, by kind.
-        self._waiting: list[tuple[bool, int, int, int, asyncio.Future[None]]] = []
-        """Loads first, by tag. Of two with one tag, the smaller goes first, and then the earlier."""
+        self._before_bytes = 0  # Loads that stores have waited for since the last one passed.
+        self._waiting: tuple[list[tuple[int, int, int, asyncio.Future[None]]], ...] = ([], [])
+        """Loads and stores, by tag. Of two with one tag, the smaller goes first, and then the earlier."""
         self._numbers = count()
 
     async def enter(self, session: int, size_bytes: int, *, is_store: bool) -> "Pass":
@@ -29,7 +31,7 @@ class Gate:
         tag = max(self._now[is_store], self._ends.get((session, is_store), 0))
         self._ends[session, is_store] = tag + size_bytes
         through: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heappush(self._waiting, (is_store, tag, size_bytes, next(self._numbers), through))
+        heappush(self._waiting[is_store], (tag, size_bytes, next(self._numbers), through))
         self.deal()
         try:
             await through
@@ -48,15 +50,18 @@ class Gate:
 
     def deal(self) -> None:
         """Let through what has room."""
-        while self._waiting:
-            is_store, tag, size_bytes, _, through = self._waiting[0]
+        loads, stores = self._waiting
+        while loads or stores:
+            is_store = not loads or (bool(stores) and self._before_bytes >= LOADS_MAX * self._width_bytes)
+            tag, size_bytes, _, through = self._waiting[is_store][0]
             if not through.done():  # A done one was cancelled.
                 if self.taken_bytes and self.taken_bytes + size_bytes > self._width_bytes:
                     return
+                self._before_bytes = 0 if is_store or not stores else self._before_bytes + size_bytes
                 self._now[is_store] = tag
                 self.taken_bytes += size_bytes
                 through.set_result(None)
-            heappop(self._waiting)
+            heappop(self._waiting[is_store])
 
 
 class Pass:
