@@ -7,6 +7,7 @@ the seeds that were run.
 import os
 import time
 from contextlib import suppress
+from functools import partial
 from multiprocessing import get_context
 from typing import Annotated
 
@@ -15,7 +16,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from tests.simulation.world import Summary, quiet, run_seeds
+from tests.simulation.host import simulate as simulate_host
+from tests.simulation.world import Summary, quiet, run_seeds, simulate
 
 SEEDS_MAX = 10_000_000  # They take some hours of forty cores.
 FIRST_MAX = (1 << 63) - 1 - SEEDS_MAX  # A tier takes no larger seed.
@@ -27,14 +29,21 @@ def main(
     seeds: Annotated[int, typer.Option(min=1, max=SEEDS_MAX, help="How many to run.")] = 1_000,
     first: Annotated[int, typer.Option(min=0, max=FIRST_MAX, help="The first of them; the others follow it.")] = 0,
     jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = os.cpu_count() or 1,
+    hosts: Annotated[
+        bool, typer.Option("--hosts", help="Several engines each, that share a pool by a keeper.")
+    ] = False,
 ) -> None:
-    """Run whole engines in virtual time under seeded faults, and print what they met."""
+    """Run whole engines, or hosts of several, in virtual time under seeded faults, and print what they met."""
     begun, total, console = time.monotonic(), Summary(), Console()
+    play = simulate_host if hosts else simulate
     starts = range(first, first + seeds, SEEDS_A_JOB)
     batches = [range(start, min(start + SEEDS_A_JOB, first + seeds)) for start in starts]
     with get_context("spawn").Pool(jobs, quiet) as pool, suppress(KeyboardInterrupt):
         for summary in track(
-            pool.imap_unordered(run_seeds, batches), "seeds", len(batches), console=Console(stderr=True)
+            pool.imap_unordered(partial(run_seeds, simulate=play), batches),
+            "seeds",
+            len(batches),
+            console=Console(stderr=True),
         ):
             total.add(summary)
     table = Table("what", "how often", title=f"{total.seeds:,} seeds, {len(total.failures):,} failed")

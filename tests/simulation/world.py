@@ -79,7 +79,7 @@ class Summary:
         self.failures += other.failures
 
 
-def run_seeds(seeds):
+def run_seeds(seeds, simulate=simulate):
     summary = Summary()
     for seed in seeds:
         summary.seeds += 1

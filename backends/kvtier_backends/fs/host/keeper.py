@@ -188,6 +188,8 @@ class Session:
                 case "judge":
                     answer = wire.Answer(call.id, verdicts=list(map(catalog.judged, call.doubts)))
                 case _:
+                    for key in keys:  # What is being stored is void: its engine may have said that it is stored.
+                        namespace.storing.pop(key, None)
                     try:
                         await catalog.delete(keys)
                     finally:
@@ -240,22 +242,31 @@ class Session:
         namespace, (held, at_end) = self._namespace, self._held.pop(call_id, (None, None))
         if namespace is None or held is None or at_end is None:
             return
-        at_end.close()
-        count = len(held.keys if isinstance(held, Lease) else held.slots)
-        flags = [bool(flag) for flag in done] if len(done) == count else [False] * count
-        if isinstance(held, Lease):
-            self._loaded += sum(flags)
-            namespace.catalog.release(held, flags)
-        else:
-            self._stored += sum(flags)
-            namespace.note_stored(self._number, [slot for slot, flag in zip(held.slots, flags, strict=True) if flag])
-            namespace.catalog.publish(held, flags, told=False)
+        with at_end:
+            count = len(held.keys if isinstance(held, Lease) else held.slots)
+            flags = [bool(flag) for flag in done] if len(done) == count else [False] * count
+            if isinstance(held, Lease):
+                self._loaded += sum(flags)
+                namespace.catalog.release(held, flags)
+            else:
+                self._publish(held, flags, namespace)
+
+    def _publish(self, held: Reservation, written: Sequence[bool], namespace: KeptNamespace) -> None:
+        keys = [held.keys[position] for position in held.positions]
+        void = {key for key in keys if self not in namespace.storing.get(key, ())}
+        flags = [flag and key not in void for flag, key in zip(written, keys, strict=True)]
+        self._stored += sum(flags)
+        namespace.note_stored(self._number, [slot for slot, flag in zip(held.slots, flags, strict=True) if flag])
+        namespace.catalog.publish(held, flags, told=False)
+        for key in void:  # Its engine believes that it is there.
+            namespace.catalog.inventory.lost(key)
 
     def _end_storing(self, keys: Sequence[OffloadKey], namespace: KeptNamespace) -> None:
         for key in keys:
-            namespace.storing[key].pop()
-            if not namespace.storing[key]:
-                del namespace.storing[key]
+            if self in (sessions := namespace.storing.get(key, [])):
+                sessions.pop()
+            if not sessions:
+                namespace.storing.pop(key, None)
 
     async def _send_segments(self, namespace: KeptNamespace) -> None:
         """Tell the session of segments that were made or removed since."""

@@ -177,6 +177,7 @@ class KeptCatalog:
         for waiting in self._calls.values():
             if not waiting.done():
                 waiting.set_exception(error())
+                waiting.exception()  # Its caller may have been cancelled.
 
     def _received(self, message: wire.ToEngine, descriptor: Callable[[], int]) -> None:
         self._heard += 1
