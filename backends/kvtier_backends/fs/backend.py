@@ -299,10 +299,6 @@ class Lives:
         if not opening.cancelled():
             opening.exception()  # All callers may have been cancelled.
 
-    async def _next(self) -> None:
-        await self._end()
-        await self._begin()
-
     async def _end(self) -> None:
         if self._ended:
             return
@@ -319,7 +315,8 @@ class Lives:
         with suppress(OSError):  # Of a task that met the end.
             await life.layout.background.ended()
 
-    async def _begin(self) -> None:
+    async def _next(self) -> None:
+        await self._end()
         name = self.now.tier.context.name
         try:
             life = await self.now.again()

@@ -117,8 +117,7 @@ class PoolRoot:
     def is_gone(self, *, failed: bool) -> bool:  # noqa: ARG002
         return self._is_lost()
 
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...
 
 
 OptionsT = TypeVar("OptionsT", bound=FsOptions | MemoryOptions, covariant=True)

@@ -64,8 +64,7 @@ class MemorySpace(Disk):
         self.size_bytes = self.free_bytes = size_bytes
         self.used_bytes = 0
 
-    def look(self) -> None:
-        pass
+    def look(self) -> None: ...
 
 
 def taken_bytes(status: os.stat_result, *, counts_blocks: bool) -> int:

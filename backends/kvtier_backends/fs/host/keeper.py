@@ -394,8 +394,7 @@ class Keeper:
                 connected.close()
                 return
             self._sessions.add(Session(self, next(self._numbers), connected))
-            if self._lingering is not None:
-                self._lingering.cancel()
+            self._linger()
         except OSError:  # There is no descriptor for it, and this would be called again at once.
             asyncio.get_running_loop().remove_reader(self._listener)
 

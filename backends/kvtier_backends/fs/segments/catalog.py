@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -88,11 +89,9 @@ class PoolStart:
     def works(self) -> Sequence[Work]:
         return ()
 
-    def stop(self) -> None:
-        pass
+    def stop(self) -> None: ...
 
-    def write_last_checkpoint(self) -> None:
-        pass
+    def write_last_checkpoint(self) -> None: ...
 
 
 class LocalCatalog:
@@ -166,17 +165,13 @@ class LocalCatalog:
         await self._is_scanned()
         table = self.table
         table.in_use.pin(keys)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._wiping.written)
+            undo.callback(table.in_use.unpin, keys)
             slots = await self._room.take(len(keys), [key for key in dict.fromkeys(keys) if key not in table])
-            try:
-                allowed = await self._tier.allowed(len(slots))
-            except BaseException:
-                table.give_back(slots)
-                raise
-        except BaseException:
-            table.in_use.unpin(keys)
-            self._wiping.written()
-            raise
+            undo.callback(table.give_back, slots)
+            allowed = await self._tier.allowed(len(slots))
+            undo.pop_all()
         table.give_back(slots[allowed:])
         refusals: list[Refusal] = []
         if allowed < len(slots):

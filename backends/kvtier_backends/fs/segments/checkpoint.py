@@ -43,6 +43,7 @@ BYTES_MAX = 2 << 30  # Twenty-five million chunks of 32-byte hashes. More are le
 SEGMENT_BYTES_MAX = 512  # Of a segment in it: a name has 255 bytes at most.
 SETTLED_NS = 1_000_000_000  # A file's time says nothing of what was written so shortly before it was looked at.
 
+_FAILURE = "%s: the checkpoint cannot be %s: %s; see %s"
 _HEAD = struct.Struct("<8sIIQ32s")
 _PREAMBLE = struct.Struct("<32sQ")
 _NAME_BYTES = struct.Struct("<H")
@@ -101,9 +102,7 @@ class SlotCheckpoint:
             self._folder.publish(self._name, self._written(segments, snapshot))
         except OSError as error:
             self._counters.count("checkpoints_failed")
-            logger.warning(
-                "%s: the checkpoint cannot be written: %s; see %s", self._name, error.strerror, Remedy.CHECKPOINT
-            )
+            logger.warning(_FAILURE, self._name, "written", error.strerror, Remedy.CHECKPOINT)
         else:
             self._counters.count("checkpoints_written")
 
@@ -113,9 +112,7 @@ class SlotCheckpoint:
             content = self._folder.read(self._name, BYTES_MAX + 1)
         except OSError as error:
             content = b""
-            logger.warning(
-                "%s: the checkpoint cannot be read: %s; see %s", self._name, error.strerror, Remedy.CHECKPOINT
-            )
+            logger.warning(_FAILURE, self._name, "read", error.strerror, Remedy.CHECKPOINT)
         if content is None:
             return None
         found = self._found(content)
@@ -160,11 +157,9 @@ class SlotCheckpoint:
             same_boot, segments, size = _read_preamble(whole[_HEAD.size : end])
         except (OSError, ValueError, struct.error):  # The checksum is right, and the content is not ours.
             return None
-        begin, columns = _HEAD.size + size, _columns(longest)
-        chunks, rest = divmod(end - begin, columns.itemsize)
-        return (
-            None if rest or chunks < 0 else Memory(same_boot, segments, np.frombuffer(content, columns, chunks, begin))
-        )
+        at, columns = _HEAD.size + size, _columns(longest)
+        chunks, rest = divmod(end - at, columns.itemsize)
+        return None if rest or chunks < 0 else Memory(same_boot, segments, np.frombuffer(content, columns, chunks, at))
 
 
 def keys_of(chunks: "NDArray[np.void]") -> list[OffloadKey]:
@@ -197,11 +192,7 @@ def _preamble(segments: Sequence[Remembered], *, whole: bool) -> bytes:
     parts = [_PREAMBLE.pack(_boot(), len(segments))]
     for name, first_slot, slots, written_at_ns in segments:
         encoded = name.encode()
-        parts += (
-            _NAME_BYTES.pack(len(encoded)),
-            encoded,
-            _SEGMENT.pack(first_slot, slots, written_at_ns if whole else 0),
-        )
+        parts += _NAME_BYTES.pack(len(encoded)), encoded, _SEGMENT.pack(first_slot, slots, written_at_ns * whole)
     return b"".join(parts)
 
 

@@ -178,10 +178,6 @@ class SegmentFolder(OpenSegments):
             os.close(fd)
         return True
 
-    def _taken(self, segment: Segment) -> Segment:
-        self._opened.add(segment)
-        return segment
-
     def _usable(self, fd: int, size_bytes: int) -> Header | None:
         """Return the header of a whole segment of this namespace and row length; None for anything else."""
         page = mmap.mmap(-1, HEADER_BYTES)
@@ -209,13 +205,12 @@ class SegmentFolder(OpenSegments):
             if name not in self._folder.remains:
                 try:
                     self._take_place(aside, name, fd)
+                    return name
                 except FileExistsError:  # Another process's, made since.
                     pass
                 except OSError:
                     self._drop(name, slots)
                     raise
-                else:
-                    return name
             number += 1
         raise OSError(errno.ENOSPC, "no numbers are left for segments")
 

@@ -41,9 +41,7 @@ class PoolFolder(OpenSegments):
         except BaseException:
             os.close(fd)
             raise
-        segment = Segment(f"memory {fd}", fd, header, own=True, allocated_bytes=header.file_bytes)
-        self._opened.add(segment)
-        return segment
+        return self._taken(Segment(f"memory {fd}", fd, header, own=True, allocated_bytes=header.file_bytes))
 
     def has(self, segment: Segment) -> bool:
         return not segment.closed

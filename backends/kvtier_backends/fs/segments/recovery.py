@@ -261,12 +261,10 @@ class Recovery:
 
     def take_over(self, segment: Segment) -> Iterator[Seen] | None:
         """Lock a segment that another process wrote, to yield what its footers say; None if that is not possible."""
-        try:
-            if not self._segment_folder.take_over(segment):
-                return None
-        except OSError:
-            return None
-        return _footers_of(segment, self._folder.root_fd, self._now_ns)
+        with suppress(OSError):
+            if self._segment_folder.take_over(segment):
+                return _footers_of(segment, self._folder.root_fd, self._now_ns)
+        return None
 
     def recalled(self) -> Iterator[Recalled]:
         """Yield the chunks of the last checkpoint that lie in opened segments, which have their first slots."""

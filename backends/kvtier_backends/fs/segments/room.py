@@ -185,18 +185,11 @@ class Room:
         if remains.used_bytes and await in_thread(self._tier.lanes.store, remains.again):
             return True
         for stranger in list(self.space.strangers):
-            removed = False
             with suppress(OSError):  # Then it takes its room still.
-                removed = await in_thread(self._tier.lanes.store, self._folder.remove_stranger, stranger.name)
-            if removed:
-                self.space.strangers.remove(stranger)
-                return True
+                if await in_thread(self._tier.lanes.store, self._folder.remove_stranger, stranger.name):
+                    self.space.strangers.remove(stranger)
+                    return True
         return False
-
-    async def _claim(self) -> bool:
-        """Take a segment from a namespace whose chunks were not used for longer than this one's."""
-        giver = self.space.giver(self)
-        return giver is not None and await giver.remove_coldest()
 
     # New segments, each as large as all before it, while there is room.
 
@@ -211,8 +204,10 @@ class Room:
             await self._look_at_disk()
             most_slots = max(1, self._most_bytes // self._folder.header(1).slot_bytes)
             while (slots := self._affordable_slots(wanted_slots)) < min(wanted_slots, most_slots):
-                if not (await self._remove_leftover() or await self._claim()):
-                    break
+                if not await self._remove_leftover():
+                    giver = self.space.giver(self)  # A namespace whose chunks were not used for longer than this one's.
+                    if giver is None or not await giver.remove_coldest():
+                        break
             if not slots:
                 return False
             while not await self._make(slots):

@@ -136,6 +136,10 @@ class OpenSegments:
     def header(self, slots: int) -> Header:
         return Header(self._row_bytes, slots, self._fingerprint)
 
+    def _taken(self, segment: Segment) -> Segment:
+        self._opened.add(segment)
+        return segment
+
     def close(self, segment: Segment) -> None:
         segment.close()
         self._opened.discard(segment)

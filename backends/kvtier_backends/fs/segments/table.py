@@ -336,7 +336,6 @@ class SlotTable:
             return None
         for key in keys:
             self._forget(key)
-            self.inventory.lost(key)
         self.free.drop(first, count)
         return len(keys)
 
@@ -349,7 +348,6 @@ class SlotTable:
                 left = True
             elif key is not None:
                 self._forget(key)
-                self.inventory.lost(key)
         return not left and not any(first <= slot < end for slot in self.unsettled())
 
     # The start-up scan, and segments that are taken over later.
@@ -383,7 +381,6 @@ class SlotTable:
                 del candidates[chunk.slot]
         for key in candidates.values():
             self._forget(key)
-            self.inventory.lost(key)
         for chunk in chunks:
             if self._keys[chunk.slot] is None:
                 self.found(chunk)
@@ -415,7 +412,6 @@ class SlotTable:
                 self.index.own(slot)
             elif key is not None:
                 self._forget(key)
-                self.inventory.lost(key)
         for slot, chunk in named.items():
             if self._sequences[slot] == chunk.sequence:
                 self.outdated.retire(slot, chunk.key)
@@ -455,6 +451,7 @@ class SlotTable:
         if self._candidates:
             self._candidates[slot] = 0
         self.index.remove(slot)
+        self.inventory.lost(key)
 
     def _drop(self, key: OffloadKey) -> None:
         slot = self._of[key]
