@@ -83,12 +83,13 @@ dist: $(INSTALLED)  ## build sdist and wheel into dist/, and try them in empty e
 	$(BIN)/check-wheel-contents --ignore W102 --toplevel kvtier,kvtier_backends --package kvtier --package backends/kvtier_backends dist/*.whl
 	$(BIN)/python -m tests.dist dist
 
-simulate: $(INSTALLED)  ## run SEEDS simulated engines under faults (10,000), from seed FIRST on
+simulate: $(INSTALLED)  ## run SEEDS simulated engines and hosts of engines under faults (10,000), from seed FIRST on
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first $(FIRST)
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first $(FIRST) --hosts
 
-crash: $(INSTALLED)  ## kill writers and cut off disks, ROUNDS times each (300); cutting off needs root
+crash: $(INSTALLED)  ## kill writers, engines and keepers, and cut off disks, ROUNDS times each (300); cutting off needs root
 	KVTIER_CRASH_ROUNDS=$(ROUNDS) KVTIER_POWER_ROUNDS=$(ROUNDS) \
-		$(BIN)/pytest tests/fs/promises/test_crash.py --log-cli-level=INFO -o faulthandler_timeout=0
+		$(BIN)/pytest tests/fs/promises/test_crash.py tests/fs/host/test_kills.py --log-cli-level=INFO -o faulthandler_timeout=0
 
 bench: $(INSTALLED)  ## compare the costs of hot functions with their stored baseline
 	$(BIN)/python -m tests.benchmarks.compare

@@ -50,7 +50,7 @@ def draw(seed):
     """Return dice, options, habits of engines, and faults by the number of a message."""
     dice = random.Random(f"host {seed}")
     keys = [api.make_offload_key(number.to_bytes(8, "big") + bytes(24)) for number in range(dice.choice((8, 30)))]
-    capacity_bytes = dice.choice((2, 3, 5, 4 * len(keys))) * SEGMENT_BYTES
+    capacity_bytes = dice.choice((1, 2, 3, 5, 4 * len(keys))) * SEGMENT_BYTES
     options = MemoryOptions(
         shared=True, pool="simulated", capacity_bytes=capacity_bytes, eviction_policy=dice.choice(POLICIES),
         load_lanes=dice.choice((1, 2)), store_lanes=dice.choice((1, 2)),

@@ -140,9 +140,9 @@ class Process:
         machine, self.is_dying = self.machine, True
         for end in self.ends:
             end.close()
-        dies_s = machine.dice.choice((0.0, machine.slow_s, 1.0))
+        dies_s = machine.dice.choice((0.0, machine.slow_s, 1.0, 1.0))
         for call in list(self.running.values()):
-            if machine.dice.random() < 0.5:
+            if machine.dice.random() < 0.8:
                 machine.loop.call_later(machine.dice.uniform(0, dies_s), call, context=self.context)
         machine.loop.call_later(dies_s, self._end)
 
