@@ -390,9 +390,8 @@ class Keeper:
     def _give_up(self) -> None:
         """End, unless an engine is just looking for its keeper."""
         loop = asyncio.get_running_loop()
-        self._lane.submit(self._place.lock).add_done_callback(
-            lambda lock: loop.call_soon_threadsafe(self._locked, lock.result())
-        )
+        locking = self._lane.submit(self._place.lock)
+        locking.add_done_callback(lambda lock: loop.call_soon_threadsafe(self._locked, lock.result()))
 
     def _locked(self, lock: int | None) -> None:
         if lock is not None and not self._sessions:
