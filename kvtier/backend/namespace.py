@@ -222,11 +222,7 @@ class Namespace(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
             raise ConfigError("model_name: '' given, a name accepted: without one, two models would share their chunks")
         if "\0" in self.model_name:
             raise ConfigError(f"model_name: {self.model_name!r} given, a name without NUL bytes accepted")
-        name_bytes = len(f"{_safe(self.model_name)}_{'0' * DIGEST_CHARACTERS}_r{self.rank}".encode())
-        if name_bytes > NAME_BYTES_MAX:
-            raise ConfigError(
-                f"model_name: makes a folder's name of {name_bytes} bytes, at most {NAME_BYTES_MAX} accepted"
-            )
+        _require_short(f"{_safe(self.model_name)}_{'0' * DIGEST_CHARACTERS}_r{self.rank}")
 
 
 class FileMapper:
@@ -251,10 +247,7 @@ class FileMapper:
         self.chunks_folder = f"{self.folder}_r{rank}{self._naming.suffix}"
         """The folder of the chunks: the first part of every name."""
         self._prefix = f"{self.chunks_folder}/"
-        if (name_bytes := len(self.chunks_folder.encode())) > NAME_BYTES_MAX:
-            raise ConfigError(
-                f"model_name: makes a folder's name of {name_bytes} bytes, at most {NAME_BYTES_MAX} accepted"
-            )
+        _require_short(self.chunks_folder)
 
     def name(self, key: OffloadKey) -> str:
         """Return a chunk's name. Raises ValueError for an invalid key.
@@ -371,6 +364,11 @@ def _facts(namespace: Namespace, fields: dict[str, Any], rank: int) -> dict[str,
 
 def _canonical(fields: dict[str, Any]) -> bytes:
     return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _require_short(folder: str) -> None:
+    if (name_bytes := len(folder.encode())) > NAME_BYTES_MAX:
+        raise ConfigError(f"model_name: makes a folder's name of {name_bytes} bytes, at most {NAME_BYTES_MAX} accepted")
 
 
 def _safe(model_name: str) -> str:

@@ -26,11 +26,9 @@ class FIFO(Policy[K]):
         for key in reversed(keys):
             order[key] = None
 
-    def touch(self, keys: Sequence[K]) -> None:
-        pass
+    def touch(self, keys: Sequence[K]) -> None: ...
 
-    def rank(self, keys: Sequence[K], hint: Hint | None = None) -> None:
-        pass
+    def rank(self, keys: Sequence[K], hint: Hint | None = None) -> None: ...
 
     def evict(self, count: int, keep: Callable[[K], bool], incoming: Sequence[K] = ()) -> list[K] | None:
         victims = list(islice(filterfalse(keep, self._order), count))
@@ -189,8 +187,7 @@ class S3FIFO(Policy[K]):
             if uses < _USES_MAX:
                 queue[key] = uses + 1
 
-    def rank(self, keys: Sequence[K], hint: Hint | None = None) -> None:
-        pass
+    def rank(self, keys: Sequence[K], hint: Hint | None = None) -> None: ...
 
     def evict(self, count: int, keep: Callable[[K], bool], incoming: Sequence[K] = ()) -> list[K] | None:
         evictable = islice(filterfalse(keep, chain(self._main, self._small)), count)

@@ -30,6 +30,7 @@ from kvtier_backends.fs.layout import (
     SlotTier,
     by_name,
     left_s,
+    open_pool,
     open_tier,
     until,
 )
@@ -112,7 +113,12 @@ class LivingBackend(api.Backend[OptionsT]):
         return by_name(self.counters()) | {"retentions_cut": retentions_cut}
 
     def description(self) -> dict[str, str]:
-        return _about(self._options)
+        options = self._options
+        names = ("root", "layout", "naming", *(("pool",) if options.shared else ()))
+        about = {name: str(value) for name in names if (value := getattr(options, name, None)) is not None}
+        if options.capacity_bytes is not None:
+            about["capacity"] = shown_bytes(options.capacity_bytes)
+        return about | ({"shared": "with others"} if options.shared else {})
 
     def counters(self) -> FsCounters:
         return self._lives.now.tier.counters.totals()
@@ -348,11 +354,8 @@ async def _fs_life(options: FsOptions, context: api.TierContext, before: FsTier 
 
 
 async def _memory_life(options: MemoryOptions, context: api.TierContext) -> Life:
-    root = PoolRoot("memory", options.capacity_bytes)
-    capacity = Capacity(root.disk, limit_bytes=options.capacity_bytes, min_free_bytes=0)
-    packing = Packing(context.mapper.fingerprint, context.row_bytes)
-    tier = OpenTier(options, context, root, start_lanes(options, context.name), packing, capacity)
-    layout = SegmentsLayout(tier, *pool_catalog(tier, Space(capacity)))
+    tier = open_pool(options, context)
+    layout = SegmentsLayout(tier, *pool_catalog(tier, Space(tier.capacity)))
     return Life(tier, "memory", layout, partial(_memory_life, options, context))
 
 
@@ -387,14 +390,6 @@ async def _shared_life(
     tier = OpenTier(options, context, root, lanes, packing, capacity, counters)
     again = partial(_shared_life, place, options, context, counters)
     return Life(tier, str(place), SegmentsLayout(tier, catalog, catalog.close), again)
-
-
-def _about(options: FsOptions | MemoryOptions) -> dict[str, str]:
-    names = ("root", "layout", "naming", *(("pool",) if options.shared else ()))
-    about = {name: str(value) for name in names if (value := getattr(options, name, None)) is not None}
-    if options.capacity_bytes is not None:
-        about["capacity"] = shown_bytes(options.capacity_bytes)
-    return about | ({"shared": "with others"} if options.shared else {})
 
 
 def _require_room_for_a_chunk(options: FsOptions | MemoryOptions, row_bytes: int) -> None:

@@ -445,9 +445,7 @@ class SegmentsDirectory:
         except FileNotFoundError:
             return None
         except BlockingIOError as error:
-            raise BlockingIOError(
-                error.errno, "an engine is writing to it; run this again after it has finished"
-            ) from error
+            raise BlockingIOError(error.errno, "an engine is writing to it; run this again afterwards") from error
 
     def _wipe(self, file: StoredFile, name: str, place: int) -> int | None:
         fd = self._opened(name, locked=True)

@@ -203,6 +203,14 @@ async def open_tier(
     return OpenTier(options, context, root, lanes, packing, capacity, Counters() if before is None else before.counters)
 
 
+def open_pool(options: MemoryOptions, context: TierContext, capacity: Capacity | None = None) -> SlotTier:
+    """Start the threads of a tier in memory; `capacity`: other namespaces' of its pool."""
+    root = PoolRoot("memory", options.capacity_bytes)
+    capacity = capacity or Capacity(root.disk, limit_bytes=options.capacity_bytes, min_free_bytes=0)
+    packing = Packing(context.mapper.fingerprint, context.row_bytes)
+    return OpenTier(options, context, root, start_lanes(options, context.name), packing, capacity)
+
+
 def _open(root: Folder, options: FsOptions, context: TierContext, lanes: FsLanes) -> Packing:
     packing = make_packing(options, context)  # First: what is refused leaves nothing on the disk.
     root.open()
@@ -285,9 +293,8 @@ def left_s(ends_at: float) -> float:
 
 async def until(event: Awaitable[object], seconds: float) -> bool:
     """Wait for an event, at most this long; return True if it came."""
-    try:
+    with suppress(TimeoutError):
         async with asyncio.timeout(max(0.0, seconds)):
             await event
-    except TimeoutError:
-        return False
-    return True
+            return True
+    return False

@@ -162,9 +162,7 @@ def connect(options: MooncakeOptions, tier_name: str) -> PoolClient:
         }
     )
     if code != 0:
-        raise BackendUnavailable(
-            f"{tier_name}: the master {options.master} does not answer: Mooncake's setup returns {code}"
-        )
+        raise BackendUnavailable(f"{tier_name}: the master {options.master} does not answer: Mooncake's setup: {code}")
     return PoolClient(store, kept)
 
 

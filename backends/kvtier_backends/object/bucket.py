@@ -218,9 +218,7 @@ def _s3_credentials(path: str) -> Callable[[], dict[str, Any]]:
             raise ConfigError("credentials_file: the file is no credentials file of S3's") from None
         section = dict(found["default"]) if found.has_section("default") else {}
         if not (section.get("aws_access_key_id") and section.get("aws_secret_access_key")):
-            raise ConfigError(
-                "credentials_file: no part [default] with aws_access_key_id and aws_secret_access_key in the file"
-            )
+            raise ConfigError("credentials_file: no part [default] with aws_access_key_id and aws_secret_access_key")
         return {
             "access_key_id": section["aws_access_key_id"],
             "secret_access_key": section["aws_secret_access_key"],

@@ -158,9 +158,7 @@ class Link:
         kind, is_null = head[:1], head[1:] == b"-1"
         self._values_left -= 1
         if not depth or not self._values_left:
-            raise Lost(
-                f"the server answers more than {VALUES_MAX:,} values, or arrays in arrays, more than {DEPTH_MAX}"
-            )
+            raise Lost(f"the server answers more than {VALUES_MAX:,} values, or more than {DEPTH_MAX} arrays in arrays")
         if kind == b"*" and not is_null:
             return [self._value(depth - 1) for _ in range(number_in(head, b"*"))]
         if kind == b"$" and not is_null:

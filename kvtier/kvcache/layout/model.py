@@ -94,9 +94,7 @@ class MambaSpec(LayerSpec, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.shapes or len(self.shapes) != len(self.dtypes):
-            raise ConfigError(
-                f"{len(self.shapes)} state shapes and {len(self.dtypes)} dtypes: pairs accepted, at least 1"
-            )
+            raise ConfigError(f"{len(self.shapes)} state shapes and {len(self.dtypes)} dtypes: 1 pair or more accepted")
 
     @property
     def state_sizes_bytes(self) -> tuple[int, ...]:

@@ -112,9 +112,7 @@ class InventoryConformance(Promises):
             assert list(await backend.store(batch)) == [None] * len(batch)
         events = await _scan(_watch(backend))
         assert _added(events) == set(keys)
-        assert all(
-            len(event.keys) <= api.INVENTORY_BATCH_KEYS for event in events if not isinstance(event, api.ScanDone)
-        )
+        assert all(len(each.keys) <= api.INVENTORY_BATCH_KEYS for each in events if not isinstance(each, api.ScanDone))
 
     async def test_a_report_is_true_until_it_ends_with_the_tier(self, backend: api.Backend, lender: Lender) -> None:
         """An event is true when it is yielded. Closing ends the iteration, with one `ScanDone` in all of it."""

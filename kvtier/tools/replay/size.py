@@ -198,9 +198,7 @@ def kv_bytes_per_token(model: str) -> int:
         with open(path, "rb") as file:
             config = foreign(msgspec.json.Decoder(ModelConfig).decode, file.read())
     except OSError as error:
-        raise ConfigError(
-            f"--model {path}: cannot be read: {error.strerror}; a model's config.json accepted"
-        ) from error
+        raise ConfigError(f"--model {path}: cannot be read: {error.strerror}; a config.json accepted") from error
     except ValueError as error:
         raise ConfigError(
             f"--model {path}: {error}; a config.json of a plain model, or --kv-bytes-per-token, accepted"

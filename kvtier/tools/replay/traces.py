@@ -146,9 +146,7 @@ def _lines(path: str) -> Iterator[tuple[int, bytes]]:
             lines = (rest + chunk).split(b"\n")
             rest = lines.pop()
             if len(rest) > LINE_BYTES_MAX:
-                raise TraceError(
-                    f"{path}, line {number + len(lines)}: longer than {LINE_BYTES_MAX:,} bytes; not a trace"
-                )
+                raise TraceError(f"{path}, line {number + len(lines)}: longer than {LINE_BYTES_MAX:,} bytes; no trace")
             for line in lines:
                 if line and not line.isspace():
                     yield number, line

@@ -66,10 +66,8 @@ class Context:
         for index, buffer in enumerate(buffers, first):
             at = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
             _IOVEC.pack_into(self._iovecs, index * _IOVEC.size, at, len(buffer))
-        iovecs_at = self._iovecs_at + first * _IOVEC.size
-        _IOCB.pack_into(
-            self._iocbs, place * _IOCB.size, place, 0, _PREADV, 0, fd, iovecs_at, len(buffers), offset, 0, 0
-        )
+        first_at = self._iovecs_at + first * _IOVEC.size
+        _IOCB.pack_into(self._iocbs, place * _IOCB.size, place, 0, _PREADV, 0, fd, first_at, len(buffers), offset, 0, 0)
 
     def start(self, places: Sequence[int]) -> int:
         """Start prepared reads; return how many of the first the kernel has taken. Raises OSError if it takes none."""

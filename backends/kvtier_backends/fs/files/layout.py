@@ -164,14 +164,13 @@ class FilesLayout:
             outcomes[index] = outcome
 
     async def delete(self, keys: Sequence[OffloadKey]) -> None:
-        parts = share_out(keys, self._lanes.store.count, PROBES_MAX)
+        lanes = self._lanes.store
+        parts = share_out(keys, lanes.count, PROBES_MAX)
         removed: dict[OffloadKey, bool] = {}
         note = self._index.lost
         with self._index.call(keys) as unchanged:
             try:
-                errors = await in_threads(
-                    self._lanes.store, [partial(self._chunks.remove, part, removed) for part in parts]
-                )
+                errors = await in_threads(lanes, [partial(self._chunks.remove, part, removed) for part in parts])
                 note = self._index.removed
             finally:
                 sure = unchanged.intersection(removed)  # Others were stored before they were removed, or since.
@@ -180,10 +179,8 @@ class FilesLayout:
                 for key in sure:
                     note(key)
         for error in filter(None, errors):
-            left = len(keys) - len(removed)
-            raise BackendUnavailable(
-                f"{self._tier.context.name}: {left} of {len(keys)} files could not be removed"
-            ) from error
+            left = f"{len(keys) - len(removed)} of {len(keys)} files"
+            raise BackendUnavailable(f"{self._tier.context.name}: {left} could not be removed") from error
 
     @property
     def retentions_cut(self) -> int:

@@ -25,12 +25,10 @@ import uvloop
 from kvtier import backend as api
 from kvtier.backend import OffloadKey, pack_keys, unpack_keys
 from kvtier.errors import BackendError, ConfigError, KVTierError, Remedy
-from kvtier_backends.fs.disk.capacity import Capacity
-from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Packing
-from kvtier_backends.fs.disk.lanes import start_lanes
+from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.host.gate import Gate
 from kvtier_backends.fs.host.meeting import Place
-from kvtier_backends.fs.layout import Background, FsTier, OpenTier, PoolRoot, Scarce, SlotTier, open_tier, until
+from kvtier_backends.fs.layout import Background, FsTier, Scarce, SlotTier, open_pool, open_tier, until
 from kvtier_backends.fs.options import FsOptions, MemoryOptions
 from kvtier_backends.fs.segments import wire
 from kvtier_backends.fs.segments.catalog import Lease, LocalCatalog, Reservation
@@ -379,12 +377,8 @@ class Keeper:
             self._fs = tier = await open_tier(msgspec.convert(given, FsOptions), context, beside=self._fs)
             self._space = self._space or Space(tier.capacity)
             return KeptNamespace(tier, *disk_catalog(tier, self._space))
-        options = msgspec.convert(given, MemoryOptions)
-        root = PoolRoot("memory", options.capacity_bytes)
-        if self._space is None:
-            self._space = Space(Capacity(root.disk, limit_bytes=options.capacity_bytes, min_free_bytes=0))
-        packing = Packing(context.mapper.fingerprint, context.row_bytes)
-        pool = OpenTier(options, context, root, start_lanes(options, "keeper"), packing, self._space.capacity)
+        pool = open_pool(msgspec.convert(given, MemoryOptions), context, self._space.capacity if self._space else None)
+        self._space = self._space or Space(pool.capacity)
         return KeptNamespace(pool, *pool_catalog(pool, self._space))
 
     def _accept(self) -> None:
@@ -407,9 +401,8 @@ class Keeper:
     def _give_up(self) -> None:
         """End, unless an engine is just looking for its keeper."""
         loop = asyncio.get_running_loop()
-        self._lane.submit(self._place.lock).add_done_callback(
-            lambda lock: loop.call_soon_threadsafe(self._locked, lock.result())
-        )
+        locking = self._lane.submit(self._place.lock)
+        locking.add_done_callback(lambda lock: loop.call_soon_threadsafe(self._locked, lock.result()))
 
     def _locked(self, lock: int | None) -> None:
         if lock is not None and not self._sessions:

@@ -130,11 +130,10 @@ class Place(NamedTuple):
 
     def inode(self) -> tuple[int, int] | None:
         """Return the number and the age of the socket that engines find here; None if there is none."""
-        try:
+        with suppress(OSError):
             status = os.stat(f"{self}.sock")
-        except OSError:
-            return None
-        return status.st_ino, status.st_ctime_ns  # File systems give a number again at once.
+            return status.st_ino, status.st_ctime_ns  # File systems give a number again at once.
+        return None
 
     def remove_socket(self, inode: tuple[int, int] | None) -> None:
         if inode is not None and self.inode() == inode:

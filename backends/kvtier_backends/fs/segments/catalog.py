@@ -177,14 +177,11 @@ class LocalCatalog:
         if allowed < len(slots):
             refusals.append(Refusal(range(allowed, len(slots)), "write_budget"))
         if len(slots) < len(keys):
-            refusals.append(self._refusal(range(len(slots), len(keys))))
+            others = not all(segment.own for segment in self.segments.all)
+            scarce = self._tier.scarce(others=others, disk=self._room.disk_is_full)
+            refusals.append(Refusal(range(len(slots), len(keys)), scarce, self._room.error))
         last_sequence = table.next_sequences(allowed, self._tier.clock_ns()) + allowed - 1
         return Reservation(keys, range(allowed), sorted(slots[:allowed]), last_sequence, refusals)
-
-    def _refusal(self, positions: Sequence[int]) -> Refusal:
-        others = not all(segment.own for segment in self.segments.all)
-        scarce = self._tier.scarce(others=others, disk=self._room.disk_is_full)
-        return Refusal(positions, scarce, self._room.error)
 
     def publish(self, reservation: Reservation, written: Sequence[bool], *, told: bool) -> None:
         """Hold the chunks whose slots were written, by index; take the other slots back. Never waits.

@@ -238,8 +238,7 @@ def _write_zeros(fd: int, start: int, end: int) -> None:
 
 
 def _lock(fd: int) -> bool:
-    try:
+    with suppress(BlockingIOError):
         lock_file(fd)
-    except BlockingIOError:
-        return False
-    return True
+        return True
+    return False

@@ -23,8 +23,8 @@ ANSWER_S = 10.0  # A keeper that does not answer for so long is stopped; its eng
 class KeeperGone(BackendUnavailable):
     """The keeper has ended, or it has no room for another session."""
 
-    def __init__(self) -> None:
-        super().__init__("the keeper is gone")
+    def __init__(self, message: str = "the keeper is gone") -> None:
+        super().__init__(message)
 
 
 class KeptCatalog:

@@ -226,13 +226,11 @@ class SlotMover:
         gone = await self._write(writes, reservation, outcomes)
         for positions, reason, error in reservation.refusals:
             refused = [writes[position] for position in positions]
-            if error is not None:
+            if error is None:
+                why = self._io.counters.refused(refused, reason)
+            else:
+                why = [failure(write.key, error) for write in refused]
                 gone += len(refused) * (error.errno in GONE)
-            why = (
-                [failure(write.key, error) for write in refused]
-                if error
-                else self._io.counters.refused(refused, reason)
-            )
             for position, outcome in zip(positions, why, strict=True):
                 outcomes[position] = outcome
         return outcomes, gone
@@ -322,7 +320,6 @@ def _sync(segments: Iterable[Segment], synced: list[OSError | None]) -> None:
     """Sync, and write down that it is done: a call that is cancelled meanwhile knows it, too. Blocks, in a lane."""
     try:
         sync(segments)
+        synced.append(None)
     except OSError as error:
         synced.append(error.with_traceback(None))
-    else:
-        synced.append(None)

@@ -209,13 +209,11 @@ class Recovery:
         """Open every segment that is not open; return those. What is gone by then, or cannot be read, is not there."""
         opened, unusable = list[Segment](), list[str]()
         try:
-            names = self._segment_folder.unopened()
+            names = [name for name in self._segment_folder.unopened() if name not in self.unusable]
         except OSError as error:
             self._fail(self._folder.chunks, "cannot be listed", error)
             names = []
         for name in names:
-            if name in self.unusable:
-                continue
             try:
                 found = self._segment_folder.open(name)
             except OSError as error:
