@@ -260,6 +260,8 @@ class Host:
         await tier.delete(keys)
         self.absent |= {name for name in stores if self.stores[name] == stores[name]}
         self.counts["deletes"] += 1
+        await asyncio.sleep(0.1)
+        await self._load(tier, model, keys)
 
     async def _probe(self, tier, _, keys):
         assert len(await tier.probe(keys)) == len(keys)

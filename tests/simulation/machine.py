@@ -79,7 +79,7 @@ class Machine:
         self.loop, self.dice = asyncio.get_running_loop(), dice
         self.messages, self.met, self.burials = 0, [], []
         self.faults = faults
-        self.slow_s, self.hangs = dice.choice((0.0, 0.001, 0.05)), dice.choice((0.0, 0.0, 0.01))
+        self.slow_s, self.hangs = dice.choice((0.0005, 0.001, 0.05)), dice.choice((0.0, 0.0, 0.01))
 
     def latency_s(self):
         return self.dice.choice((0.0, 0.0001, self.slow_s))
@@ -143,6 +143,7 @@ class Process:
         dies_s = machine.dice.choice((0.0, machine.slow_s, 1.0, 1.0))
         for call in list(self.running.values()):
             if machine.dice.random() < 0.8:
+                machine.met.append(("late call", self.name.split()[0]))
                 machine.loop.call_later(machine.dice.uniform(0, dies_s), call, context=self.context)
         machine.loop.call_later(dies_s, self._end)
 
@@ -219,7 +220,7 @@ class End:
                 sent, victim.is_cut = self.machine.dice.randint(0, len(content)), True
                 loop.call_soon(victim.kill)
             else:
-                loop.call_later(self.machine.latency_s(), victim.kill)
+                loop.call_later(self.machine.dice.uniform(0, 3 * self.machine.slow_s), victim.kill)
         if sent:
             self.peer.put(content[:sent], [os.dup(fd) for _, _, fds in ancillary for fd in fds])
         return len(content)
