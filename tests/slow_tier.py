@@ -54,10 +54,6 @@ def slow(inner, speed):
     return {"type": "tests.slow_tier:SlowTier", "inner": inner, "speed": str(speed)}
 
 
-def slow_fs(root, speed):
-    return slow({"type": "fs", "root": str(root)}, speed)
-
-
 class SlowingOptions(DummyOptions, frozen=True, kw_only=True):
     slow_at_s: Duration  # After its first use.
     slow_for_s: Duration = 60.0

@@ -45,13 +45,6 @@ def test_every_option_of_kvtiers_that_a_table_names_exists(page):
 
 
 @every_page
-def test_no_option_of_theirs_stands_in_two_rows_of_a_table(page):
-    for table in tables(page):
-        theirs = [name for row in table for name in re.findall(r"`([^`]+)`", row[0])]
-        assert len(theirs) == len(set(theirs))
-
-
-@every_page
 def test_the_configurations_of_a_page_are_accepted(page):
     blocks = map(json.loads, re.findall(r"```json\n(.*?)```", page.read_text(), re.DOTALL))
     ours = [read_line(block) for block in blocks if block["kv_connector"] == CONNECTOR]

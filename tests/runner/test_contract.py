@@ -72,25 +72,6 @@ async def test_a_chunk_shorter_than_its_row_comes_back_at_its_length(open_engine
         assert [bytes(row) for row in rows] == [chunk(1)[:1_000]]
 
 
-async def test_a_deleted_chunk_is_gone_from_every_tier(open_engine, runner, tmp_path):
-    engine = await open_engine(8, {"type": "fs", "root": str(tmp_path / "tier")}, DUMMY, runner=runner)
-    await put(engine, range(4))
-    await engine.delete([key(1), key(3), key(99)])
-    assert [await found(engine, [number]) for number in range(4)] == [1, 0, 1, 0]
-    assert await put(engine, [1]) == 1
-    assert await found(engine, [1]) == 1
-    assert await at_rest(engine)
-
-
-async def test_a_prefetched_chunk_is_in_the_primary_before_its_look_up(open_engine, runner):
-    engine = await open_engine(16, DUMMY, runner=runner)
-    await put(engine, range(6))
-    assert await engine.reset()
-    assert await engine.prefetch([key(number) for number in (0, 1, 2, 3, 99, 4)]) == 4
-    assert [number for number in range(6) if key(number) in ledger_in(engine).primary.ready] == [0, 1, 2, 3]
-    assert await at_rest(engine)
-
-
 # A tier that fails.
 
 

@@ -99,17 +99,6 @@ def test_a_changed_copy_is_checked_like_a_new_one():
 TIER = {"type": "fs", "root": "/x"}
 
 
-def test_a_tier_is_written_flat():
-    tier = decode(TierConfig, {"type": "fs", "root": "/x", "lanes": [1, {"deep": 2}], "medium": "STORAGE"})
-    assert tier == TierConfig(type="fs", medium="STORAGE", options={"root": "/x", "lanes": [1, {"deep": 2}]})
-    assert tier.limits == TierLimits()
-
-
-def test_tiers_are_named_by_place_and_type_unless_they_have_names():
-    config = EngineConfig.from_dict(SMALL | {"secondary_tiers": [TIER, TIER | {"name": "slow"}, {"type": "dummy"}]})
-    assert [tier.name for tier in config.secondary_tiers] == ["0:fs", "slow", "2:dummy"]
-
-
 def test_a_tiers_own_options_are_decoded_by_its_backend():
     tier = decode(TierConfig, {"type": SHELF, "root": "/x", "capacity_bytes": "1.5GB"})
     assert tier_options(tier, "secondary_tiers[0]") == ShelfOptions(root="/x", capacity_bytes=1_500_000_000)

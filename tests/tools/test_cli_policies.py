@@ -1,7 +1,6 @@
 import pytest
 
-from kvtier.tools.replay.study import measure, simulation
-from kvtier.tools.replay.traces import Trace, TraceRequest
+from kvtier.tools.replay.traces import TraceRequest
 from tests.tools.command import reported, run
 from tests.tools.replay.written import write_prompts, write_trace
 
@@ -20,21 +19,6 @@ def test_the_table_shows_each_policy_at_each_size(trace, capsys):
     assert "30 requests, 120 block references, 10 unique blocks; best possible hit ratio 0.9167" in shown.out
     assert "--sizes 0.4: a cache of 4 chunks is shorter than 10 requests of 30, the longest of 5 chunks" in shown.out
     assert shown.err == ""
-
-
-def test_the_json_has_the_studys_ratios_under_the_given_names(trace, tmp_path):
-    own = "kvtier.policies:LRU"
-    options = ("--policies", f"lru, arc,opt,lru,{own}", "--sizes", "0.30,0.5,.5")
-    ratios, extent = reported(tmp_path, "policies", trace, *options), measure(Trace(trace))
-    assert ratios.pop(own) == ratios["lru"]
-    assert ratios == {
-        name: {
-            size: extent.hit_ratio(sum(simulation(name)(Trace(trace), extent.capacity(float(size)))))
-            for size in ("0.30", "0.5", ".5")
-        }
-        for name in ("lru", "arc", "opt")
-    }
-    assert 0 < ratios["lru"]["0.5"] < 1
 
 
 def test_by_default_all_policies_are_compared_at_five_sizes(trace, tmp_path):

@@ -1,7 +1,5 @@
 """Every command agrees on what is wrong with a chunk, by its kind, without an engine's configuration."""
 
-import asyncio
-import json
 import os
 import struct
 from collections.abc import Callable
@@ -15,7 +13,7 @@ from kvtier.testing.conformance.lender import key_of, keys_of
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from tests.tools.command import check_refusal, verified
 from tests.tools.command import run as run_command
-from tests.tools.conftest import ROW_BYTES, opened
+from tests.tools.conftest import ROW_BYTES
 
 HEADER_BYTES = 4_096  # Of a segment.
 SLOT_BYTES = ROW_BYTES + FOOTER_BYTES
@@ -206,29 +204,6 @@ def test_a_chunk_that_is_replaced_while_verify_reads_it_is_not_corrupt(store, ru
     monkeypatch.setattr(os, "pread", read_meanwhile)
     assert run_json("verify", root)["corrupt"] == {}
     assert not path.exists() or path.read_bytes() != whole
-
-
-async def test_an_engine_that_stores_and_deletes_meanwhile_is_no_corruption(root, run):
-    """Chunks are published by a rename: a reader sees one or the other, never half of each."""
-    async with opened(root) as (tier, lender):
-        await lender.keep(tier, keys_of(60))
-        stop = asyncio.Event()
-
-        async def churn():
-            version = 1
-            while not stop.is_set():
-                await lender.keep(tier, keys_of(60), version=version)
-                await tier.delete(keys_of(20, start=20))
-                version += 1
-
-        churning = asyncio.create_task(churn())
-        for _ in range(3):
-            status, out = await asyncio.to_thread(run, "verify", root, "--json")
-            found = json.loads(out)
-            assert (status, found["corrupt"], found["unverified"]) == (0, {}, 0)
-            assert found["checked"] >= 1
-        stop.set()
-        await churning
 
 
 @pytest.mark.parametrize(("sample", "least", "most"), [("100%", 400, 400), ("25%", 30, 200), ("0.25", 30, 200)])

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from kvtier.backend import Kind, ScanDone
-from kvtier.testing.conformance.lender import key_of, keys_of, label
+from kvtier.backend import Kind
+from kvtier.testing.conformance.lender import key_of, keys_of
 from kvtier_backends.fs.directory import FilesDirectory
 from kvtier_backends.fs.disk.temporaries import Writer, temporary_name
 from tests.tools.conftest import opened
@@ -106,22 +106,6 @@ def test_a_chunk_that_a_tier_stored_again_after_it_was_listed_stays(store, root)
     path.unlink()
     assert not directory.remove(after)
     directory.close()
-
-
-async def test_an_engine_misses_removed_chunks_and_can_store_them_again(root, run):
-    async with opened(root) as (tier, lender):
-        await lender.keep(tier, keys_of(4))
-        async for event in tier.watch():
-            if isinstance(event, ScanDone):
-                break
-        for path in [path for key in keys_of(2) for path in root.rglob(f"*{key[:-4].hex()}*")]:
-            age(path, 10)
-        assert (await asyncio.to_thread(run, "prune", root, "--older-than", "1d", "--yes"))[0] == 0
-        expected = ["ChunkMissing", "ChunkMissing", label(key_of(2)), label(key_of(3))]
-        assert await lender.recall(tier, keys_of(4)) == expected
-        assert list(await tier.probe(keys_of(4))) == [False, False, True, True]
-        await lender.keep(tier, keys_of(2), version=1)
-        assert await lender.recall(tier, keys_of(2)) == [label(key_of(0), 1), label(key_of(1), 1)]
 
 
 def test_a_list_names_each_file_that_goes_and_why(store, run, run_json, root, tmp_path):

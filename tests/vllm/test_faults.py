@@ -1,16 +1,11 @@
 """Whatever happens to a tier costs hits, never an answer: right tokens, no crash, nothing stuck, and counted."""
 
-import os
 import random
-import shutil
-import signal
-import subprocess
 import time
 
 import pytest
 
 from tests.vllm.engines import PROMPT_HITS, Engine, fill, hits, kvtier, kvtier_files, prompts, right, tokens
-from tests.vllm.leftovers import runners
 
 FAULTY = "kvtier.testing.faults:FaultyBackend"
 
@@ -51,49 +46,6 @@ def test_damaged_files_are_recomputed_and_counted(llama, disk):
         assert tokens(engine.answer(asked)) == expected
 
 
-def test_a_directory_that_is_deleted_under_load(llama, disk):
-    first, second = prompts(6), prompts(6, seed=1)
-    expected = right(llama, first), right(llama, second)
-    with Engine(llama, kvtier_files(disk, cpu_bytes_to_use="5MiB")) as engine:
-        engine.answer(first)
-        engine.settle()
-        shutil.rmtree(disk)
-        assert (tokens(engine.answer(first)), tokens(engine.answer(second))) == (expected[0], expected[1])
-        assert tokens(engine.answer(second)) == expected[1]
-        engine.settle()
-        assert chunk_files(disk), "the tier goes on in a directory that it has made again"
-
-
-@pytest.fixture
-def mounted(tmp_path):
-    place = tmp_path / "mounted"
-    place.mkdir()
-
-    def mount(*options):
-        done = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", ",".join(options), "tmpfs", str(place)], check=False, capture_output=True
-        )
-        if done.returncode:
-            pytest.skip(f"no file system can be mounted here: {done.stderr.decode().strip()}")
-        return place
-
-    yield mount
-    subprocess.run(["umount", "--lazy", str(place)], check=False, capture_output=True)
-
-
-def test_a_full_disk(llama, mounted):
-    disk, asked = mounted("size=4m"), prompts(6)
-    expected = right(llama, asked)
-    with Engine(llama, kvtier(disk, cpu_bytes_to_use="5MiB")) as engine:
-        for _ in range(3):
-            assert tokens(engine.answer(asked)) == expected
-            engine.settle()
-        ends_at = time.monotonic() + 30.0
-        while not engine.ledger.tiers[0].counters.reported.get("disk_full"):  # Told once a second.
-            assert time.monotonic() < ends_at
-            assert tokens(engine.answer(asked)) == expected
-
-
 def faulty(disk, **changes):
     tier = {"type": FAULTY, "inner": {"type": "fs", "root": str(disk)}, "limits": {"deadline_s": 0.5}}
     return kvtier(None, cpu_bytes_to_use="5MiB", secondary_tiers=[tier | changes])
@@ -124,19 +76,3 @@ def test_a_tier_where_everything_fails_now_and_then(llama, disk):
     rates = {"failed": 0.1, "missing": 0.05, "corrupt": 0.05, "no_space": 0.05, "unavailable": 0.05}
     counters = ask_thrice(llama, faulty(disk, faults=rates, seed=3), prompts(8)).counters
     assert {"failed", "no_space"} <= counters.failed.keys(), counters.failed
-
-
-def test_a_runner_that_is_killed_is_replaced(llama, disk):
-    asked = prompts(4)
-    expected = right(llama, asked)
-    fill(llama, kvtier(disk), asked)
-    with Engine(llama, kvtier(disk)) as engine:
-        engine.answer(asked[:1])
-        for pid in runners():
-            os.kill(pid, signal.SIGKILL)
-        assert tokens(engine.answer(asked)) == expected
-        while engine.kvtier.stats().runners_lost == 0 or not engine.ledger.runner_up:
-            engine.settle()
-        engine.llm.reset_prefix_cache(reset_connector=True)
-        assert tokens(answers := engine.answer(asked)) == expected
-        assert sum(hits(answers)) > 0

@@ -59,15 +59,6 @@ def test_nothing_of_a_request_that_says_so_is_stored_in_a_tier(llama, disk, name
         assert (tokens(answers), hits(answers)) == (expected, [0, PROMPT_HITS])
 
 
-def test_a_tier_may_be_left_out_by_its_name(llama, tmp_path):
-    (asked,) = prompts(1)
-    tiers = [{"type": "fs", "name": name, "root": str(tmp_path / name)} for name in ("own", "shared")]
-    with Engine(llama, kvtier(secondary_tiers=tiers)) as engine:
-        engine.answer([asked], hint={"no_store": ["shared"]})
-        engine.settle()
-        assert [tier.counters.stored for tier in engine.ledger.tiers] == [BLOCKS, 0]
-
-
 @pytest.mark.parametrize("name", ["first", "second"])
 def test_no_request_fails_for_its_hint_and_no_answer_changes(llama, disk, name):
     """Each is answered; what is no hint does nothing and is counted."""

@@ -16,21 +16,8 @@ from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
 from tests.redis.servers import until
-from tests.vllm.engines import (
-    BLOCK_TOKENS,
-    PROMPT_HITS,
-    Answer,
-    Engine,
-    fill,
-    hits,
-    kvtier,
-    prompts,
-    right,
-    sampling,
-    tokens,
-)
+from tests.vllm.engines import BLOCK_TOKENS, PROMPT_HITS, Answer, Engine, hits, kvtier, prompts, right, sampling, tokens
 from tests.vllm.remotes import FAULTS, HANGS, REMOTES, Remote, tier_of
-from tests.vllm.test_secondary import behind_vllm
 
 
 @pytest.fixture(scope="module")
@@ -72,15 +59,6 @@ def test_what_one_engine_has_computed_is_a_hit_in_another_one_that_shares_the_se
         there.settle()
         answers = here.answer(asked[2:])
         assert (tokens(answers), hits(answers)) == (expected[2:], [PROMPT_HITS] * 2)
-
-
-def test_a_service_is_shared_behind_vllms_own_manager_too(llama, services):
-    asked, tier = prompts(2, seed=1), tier_of(services("redis"), name="pool")
-    expected, extra = right(llama, asked), behind_vllm(None, backend=tier.pop("type"), **tier)
-    assert fill(llama, extra, asked) == expected
-    with Engine(llama, extra) as engine:
-        answers = engine.answer(asked)
-        assert (tokens(answers), hits(answers)) == (expected, [PROMPT_HITS] * 2)
 
 
 @pytest.mark.parametrize(("name", "fault"), FAULTS)

@@ -134,26 +134,6 @@ def test_of_what_vllm_stores_beyond_a_tiers_budget_the_beginning_cascades(engine
     assert ledger.tiers[0].storing == set(KEYS[:3])
 
 
-def test_the_groups_of_a_model_are_stored_in_vllms_order_and_leave_tail_first(engine):
-    steps = engine(tiers=0)
-    through, context = VllmManager(steps.manager, Stats()), ReqContext(req_id="r")
-    groups = [[make_offload_key(bytes([group, place]), group) for place in range(2)] for group in range(2)]
-    for keys in groups:
-        for place, key in enumerate(keys, 1):
-            context.set_offload_key_position(key, 16 * place)
-    through.on_new_request(context)
-    output = through.prepare_store([*groups[0], *groups[1]], context)
-    assert output is not None
-    assert output.keys_to_store == [*groups[0], *groups[1]]
-    assert list(output.store_spec.block_ids) == [steps.manager.ledger.primary.row(key) for key in output.keys_to_store]
-    through.complete_store(set(output.keys_to_store), context)
-    through.on_request_finished(context)
-    through.on_new_request(other := ReqContext(req_id="other"))
-    output = through.prepare_store(KEYS[:2], other)
-    assert output is not None
-    assert set(output.evicted_keys) == {groups[0][1], groups[1][1]}
-
-
 @pytest.mark.parametrize("seed", range(100))
 def test_what_vllm_is_told_is_what_the_engine_says(engine, seed):
     """Also with the mark of a revision in the engine's keys."""

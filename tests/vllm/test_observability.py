@@ -3,11 +3,8 @@
 import logging
 import os
 import re
-from collections import Counter
 
 from vllm import logger
-from vllm.config import KVEventsConfig
-from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -69,42 +66,6 @@ def watch_sources(engine):
         return answer
 
     engine.connector.get_external_cache_hit_sources = noted
-    return told
-
-
-def test_events_tell_medium_and_tier(llama, disk):
-    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-    extra = kvtier(disk, cpu_bytes_to_use=40 * BLOCK_BYTES, self_describing_kv_events=True)
-    extra["secondary_tiers"][0]["capacity_bytes"] = 70 * BLOCK_BYTES  # Two prompts of three.
-    with Engine(llama, extra, kv_events_config=events) as engine:
-        told = watch_events(engine)
-        for prompt in prompts(3):
-            engine.answer([prompt])
-            engine.settle()
-        for seed in range(9, 29):  # The tier makes room beside the engine, and says so when it has.
-            engine.answer(prompts(1, seed=seed))
-            engine.settle()
-            if any(isinstance(event, BlockRemoved) and event.ownership == "0:fs" for event in told):
-                break
-    kinds = Counter((type(event), event.medium, event.ownership) for event in told)
-    assert kinds[BlockStored, "CPU", None] >= 62
-    assert kinds[BlockStored, "STORAGE", "0:fs"] >= 31
-    assert kinds[BlockRemoved, "CPU", None] > 0
-    assert kinds[BlockRemoved, "STORAGE", "0:fs"] > 0
-    described = [event for event in told if isinstance(event, BlockStored) and event.medium == "STORAGE"]
-    assert all(len(event.token_ids) == 32 for event in described)
-
-
-def watch_events(engine):
-    told: list = []
-    take = engine.connector.take_events
-
-    def noted():
-        events = list(take())
-        told.extend(events)
-        return events
-
-    engine.connector.take_events = noted
     return told
 
 

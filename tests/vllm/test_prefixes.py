@@ -4,7 +4,7 @@ import random
 
 from vllm.v1.request import RequestStatus
 
-from tests.vllm.engines import GPU_BLOCKS, PROMPT_HITS, Answer, Engine, hits, kvtier, prompts, right, sampling, tokens
+from tests.vllm.engines import PROMPT_HITS, Answer, Engine, hits, kvtier, prompts, right, sampling, tokens
 
 MIB = 1 << 20
 BLOCK_BYTES = 64 << 10  # Of the tiny llama, for 32 tokens.
@@ -16,19 +16,6 @@ def families(count, sizes=(256, 512, 900), seed=3):
     made = [dice.choice(trunks)[: dice.choice(sizes)] + end for end in ends]
     dice.shuffle(made)
     return made
-
-
-def test_a_prefix_comes_back_from_memory_and_after_a_restart_from_disk(llama, disk):
-    asked = prompts(6)
-    expected = right(llama, asked)
-    with Engine(llama, kvtier(disk)) as engine:
-        assert (tokens(cold := engine.answer(asked)), hits(cold)) == (expected, [0] * 6)
-        assert (tokens(warm := engine.answer(asked)), hits(warm)) == (expected, [PROMPT_HITS] * 6)
-        assert engine.ledger.tiers[0].counters.hits == 0
-        engine.settle()
-    with Engine(llama, kvtier(disk)) as engine:
-        assert (tokens(again := engine.answer(asked)), hits(again)) == (expected, [PROMPT_HITS] * 6)
-        assert (engine.ledger.tiers[0].counters.hits, engine.ledger.counters.hits) == (6 * 31, 0)
 
 
 def test_wrong_kv_would_be_seen_in_the_tokens(llama, disk):
@@ -48,19 +35,6 @@ def test_shared_prefixes_in_random_order_fifty_at_once(llama, disk):
     with Engine(llama, kvtier(disk), gpu_blocks=96) as engine:
         assert (tokens(engine.answer(asked)), tokens(warm := engine.answer(asked))) == (expected, expected)
         assert sum(hits(warm)) >= 0.9 * sum(len(prompt) // 32 * 32 for prompt in asked)
-
-
-def test_a_primary_smaller_than_one_prompt_gives_its_leading_part(llama, disk):
-    asked = prompts(3)
-    expected = right(llama, asked)
-    with Engine(llama, kvtier(disk), gpu_blocks=GPU_BLOCKS) as engine:
-        engine.answer(asked)
-        engine.settle()
-    with Engine(llama, kvtier(disk, cpu_bytes_to_use=20 * BLOCK_BYTES)) as engine:
-        for prompt, tokens_expected in zip(asked, expected, strict=True):
-            (answer,) = engine.answer([prompt])
-            assert answer.tokens == tokens_expected
-            assert 0 < answer.cached < PROMPT_HITS
 
 
 def test_requests_aborted_at_random_disturb_no_other(llama, disk):

@@ -16,7 +16,7 @@ from kvtier.integrations.vllm.stats import tier_metric_definitions
 from kvtier.memory.region import Region
 from kvtier.runner import messages
 from kvtier.runner.bridge import Bridge, ThreadBridge
-from kvtier.runner.messages import Code, Gone
+from kvtier.runner.messages import Code
 from kvtier.runner.process import ProcessBridge
 from kvtier.settings.hints import Advice, Hint
 from tests.vllm.test_one_host import config
@@ -266,13 +266,6 @@ def test_a_tier_hears_of_a_requests_order_and_hint_when_it_and_its_stores_are_ov
     hint = Hint(over=True, retain_s=60.0, priority=7, tokens=16)
     retain = Advice("retain", [A], seconds=60.0, priority=7)
     assert scene.sent() == [messages.Advise.of(0, Advice("rank", [A, B, C], hint=hint)), messages.Advise.of(0, retain)]
-
-
-def test_what_goes_while_it_is_stored_is_asked_for_later(play):
-    scene = play()
-    scene.store(1, [A], [0])
-    scene.hear(Gone(0, messages.pack_keys([A])), finished(*scene.sent()))
-    assert scene.has(A) is None
 
 
 def test_everything_declared_is_counted_and_nothing_else(play):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.vllm.engines import PROMPT_HITS, Engine, fill, hits, prompts, right, tokens
+from tests.vllm.engines import PROMPT_HITS, Engine, hits, prompts, right, tokens
 from tests.vllm.test_faults import FAULTY
 from tests.vllm.vllm_tiering import vllm_tiering
 
@@ -16,17 +16,6 @@ def behind_vllm(disk, *, cpu_bytes=64 << 20, backend="fs", **changes):
 
 def tier_of(engine):
     return engine.manager.secondary_tiers[0]
-
-
-def test_a_prefix_comes_back_after_a_restart(llama, disk):
-    asked = prompts(6)
-    expected = right(llama, asked)
-    assert fill(llama, behind_vllm(disk), asked) == expected
-    with Engine(llama, behind_vllm(disk)) as engine:
-        assert (tokens(answers := engine.answer(asked)), hits(answers)) == (expected, [PROMPT_HITS] * 6)
-        engine.settle()
-        stats = tier_of(engine).get_stats()
-        assert stats is None or not stats.is_empty()
 
 
 @pytest.mark.parametrize("operation", ["load", "store", "probe"])

@@ -1,16 +1,14 @@
-"""Parts of a ledger: the log of events, the primary's rows, and the tiers that can serve a key."""
+"""Parts of a ledger: the log of events, and the rows of the primary."""
 
 import pytest
 
 from kvtier.backend import OffloadKey, make_offload_key
-from kvtier.engine.answers import Event, EventKind, EventLog, sources_of
+from kvtier.engine.answers import Event, EventKind, EventLog
 from kvtier.engine.primary import Primary
 from kvtier.engine.requests import Request
-from kvtier.engine.tier import Tier, TierMatcher, TierSpec
 from kvtier.policies import LRU
 
 A, B, C, D, E, F = (make_offload_key(bytes([number])) for number in range(6))
-NOW = 10.0
 STORED, REMOVED, FAILED = (
     Event(EventKind.STORED, "cpu", [A]),
     Event(EventKind.REMOVED, "cpu", [A]),
@@ -81,53 +79,3 @@ def test_keys_that_come_from_elsewhere_are_known_by_the_objects_that_are_kept(pr
     own = primary.own(copies)
     assert own == [A, B]
     assert (own[0] is A, own[1] is copies[1]) == (True, True)
-
-
-def sources(request, *args):
-    return sources_of(A, request, request.search, *args)
-
-
-@pytest.fixture
-def tiers():
-    return [Tier(index, TierSpec(f"tier{index}", 100, 60.0, 3, 5.0, 2, locality="LOCAL")) for index in range(3)]
-
-
-def test_tiers_are_sorted_by_what_they_have_said(tiers):
-    first, second, third = tiers
-    third.authoritative = True
-    found = sources(Request("r"), tiers, first.bit, NOW)
-    assert found == ((first,), (), (second,), (), tiers)
-
-
-def test_a_tier_that_a_location_map_names_may_be_too_slow(tiers):
-    first, second, third = tiers
-    found = sources(Request("r"), tiers, first.bit | second.bit, NOW, lambda tier: tier is first)
-    assert found == ((second,), (first,), (third,), (), tiers)
-
-
-def test_a_tier_that_may_not_be_loaded_from_is_no_source(tiers):
-    first, second, third = tiers
-    first.breaker.trip(NOW)
-    third.spec = third.spec._replace(locality="REMOTE")
-    request = Request("r", load_matchers=[TierMatcher(locality="LOCAL")])
-    assert sources(request, tiers, 0b111, NOW).admitted == [second]
-
-
-def test_an_answer_of_the_requests_own_probe_counts_though_it_has_expired(tiers):
-    tier, request = tiers[0], Request("r")
-    tier.believe(A, present=True, now=0.0)
-    expired = 1_000.0
-    assert sources(request, [tier], 0, expired).silent == (tier,)
-    request.search.asked.add((tier.index, A))
-    assert sources(request, [tier], 0, expired).having == (tier,)
-
-
-@pytest.mark.parametrize(("latency_s", "until"), [(1.0, 12.0), (5.0, NOW)], ids=["in time", "expected too late"])
-def test_a_probe_is_waited_for_until_its_deadline(tiers, latency_s, until):
-    tier, request = tiers[0], Request("r")
-    tier.ask(A)
-    request.search.asked.add((tier.index, A))
-    request.search.await_probe(NOW, latency_s, 2.0)
-    for now in (NOW, 11.0, 12.0, 13.0):
-        found = sources(request, [tier], 0, now)
-        assert (found.silent, found.late) == (((tier,), ()) if now < until else ((), (tier,)))

@@ -122,12 +122,3 @@ def test_direct_io_that_is_refused_at_any_call_is_refused(open_folder, flag, mon
 def _flags(fd):
     lines = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith("flags:")), 8)
-
-
-def test_a_full_disk_can_be_opened_again(open_folder, mount, mapper):
-    root = mount("tmpfs", "size=64k")
-    open_folder(root=str(root), io="buffered").close()
-    with (root / "ballast").open("wb", buffering=0) as file:
-        assert file.write(bytes(65_536)) < 65_536
-    assert open_folder(root=str(root)).root_fd >= 0
-    assert (root / mapper.config_name).exists()

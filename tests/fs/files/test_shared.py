@@ -156,6 +156,7 @@ async def test_a_tier_closed_as_it_evicts_reports_what_went(open_tier, lender, r
     assert used_bytes(root, mapper) == taken_bytes(root)
 
 
+@pytest.mark.promise("Chunk files are deleted under a running engine")
 async def test_room_of_removed_files_is_given_out_after_a_count(open_tier, lender, root, monkeypatch, hasty):
     """Nobody says on the page what went without it: a store that is refused has the directory counted."""
     monkeypatch.setattr(accounts, "AGAIN_TIMES", 0)  # The first scan may take long on a busy machine.

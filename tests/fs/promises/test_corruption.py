@@ -99,16 +99,6 @@ async def test_a_flipped_bit_anywhere_is_a_miss(opened_once, lender, place_of, s
     assert await lender.recall(tier, [KEY]) == ["ChunkCorrupt"]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(length=st.integers(0, SLOT_BYTES - 1))
-async def test_a_file_cut_off_anywhere_is_a_miss(opened_once, lender, path_of, seal, length):
-    tier = await opened_once(**seal)
-    await lender.keep(tier, [KEY])
-    os.truncate(path_of(KEY), length)
-    expected = "ChunkMissing" if length == ROW_BYTES else "ChunkCorrupt"  # Then it looks like one of vLLM's: refused.
-    assert await lender.recall(tier, [KEY]) == [expected]
-
-
 @pytest.mark.promise("Segments: a slot or footer is damaged")
 @pytest.mark.parametrize(
     ("damage", "told", "faults"),

@@ -374,6 +374,7 @@ async def test_a_removed_segment_gives_way_to_a_new_one(tier, open_tier, lender,
         assert segment.read_bytes() == another, "nothing was written to it"
 
 
+@pytest.mark.promise("Chunk files are deleted under a running engine")
 async def test_only_what_lies_in_the_removed_segment_is_lost(open_tier, stored, lender, root):
     await stored(keys_of(60), **SEGMENTS)
     tier = await open_tier(**SEGMENTS, capacity_bytes="2MiB", holds=keys_of(60, start=100))

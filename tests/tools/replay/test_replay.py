@@ -12,7 +12,6 @@ from kvtier.tools.replay.replay import SAMPLES_MAX, ChunkSource, Replay, ReplayT
 from kvtier.tools.replay.study import measure, policy_hits
 from kvtier.tools.replay.traces import Trace, TraceRequest
 from kvtier.tools.replay.workload import GeneratedTrace, Workload
-from kvtier_backends.dummy import DummyBackend
 
 CHUNK_BYTES = 4_096
 SLOW = {"type": "dummy", "latency_s": "2ms", "concurrency": 4}
@@ -66,20 +65,6 @@ async def test_over_a_tier_of_everything_the_hits_are_the_best_possible_at_any_c
 
 
 @pytest.mark.virtual_time
-async def test_three_tiers_of_different_speeds_all_get_everything_and_the_first_is_asked_first(requests):
-    speeds = ({"latency_s": "10us"}, {"latency_s": "5ms", "concurrency": 2}, {"bandwidth_bytes_per_s": "20MB"})
-    tiers = [{"type": "dummy", "name": f"tier {index}", **speed} for index, speed in enumerate(speeds)]
-    tally = await replay_of(requests, *tiers, rows=300).run()
-    check(tally, requests)
-    extent = measure(requests)
-    assert tally.hits == extent.best_hits
-    found = tiers_of(tally)
-    assert [found[f"tier {index}"].chunks_stored for index in range(3)] == [extent.unique_blocks] * 3
-    assert [found[f"tier {index}"].dropped for index in range(3)] == [{}] * 3
-    assert found["tier 0"].hits > 0
-
-
-@pytest.mark.virtual_time
 @pytest.mark.filterwarnings("default")
 async def test_a_tier_that_fails_every_call_costs_its_hits_and_is_reported(requests):
     faulty = {"type": "kvtier.testing.faults:FaultyBackend", "name": "bad"}
@@ -91,34 +76,6 @@ async def test_a_tier_that_fails_every_call_costs_its_hits_and_is_reported(reque
     assert tiers["bad"].hits == tiers["bad"].chunks_loaded == tiers["bad"].chunks_stored == 0
     assert tiers["bad"].failed["unavailable"] > 0
     assert tiers["bad"].dropped["breaker"] > 0
-
-
-class Lying(DummyBackend):
-    async def load(self, reads):
-        outcomes = await super().load(reads)
-        reads[-1].into[77] ^= 1
-        return outcomes
-
-
-async def test_wrong_bytes_are_counted_and_named(requests):
-    tally = await replay_of(requests, {"type": f"{__name__}:Lying"}, rows=300).run()
-    assert tally.requests == len(requests)
-    assert tally.wrong_chunks > 0
-    source = ChunkSource(CHUNK_BYTES)
-    assert tally.wrong_keys
-    assert set(tally.wrong_keys) <= {source.key(block) for request in requests for block in request.hash_ids}
-
-
-@pytest.mark.parametrize("runner", ["inline", "process"])
-async def test_through_files_all_chunks_come_back_and_a_second_replay_finds_them_there(requests, tmp_path, runner):
-    some, tier = requests[:25], {"type": "fs", "root": str(tmp_path)}
-    extent = measure(some)
-    first = await replay_of(some, tier, rows=300, runner=runner).run()
-    check(first, some)
-    assert first.hits == extent.best_hits
-    again = await replay_of(some, tier, rows=300, runner=runner).run()
-    check(again, some)
-    assert (again.hits, tiers_of(again)["0:fs"].chunks_stored) == (extent.block_references, 0)
 
 
 @pytest.mark.virtual_time

@@ -65,12 +65,6 @@ def test_a_request_larger_than_the_cache_keeps_its_head():
         assert list(simulation(name)(requests, 2)) == [0, 2]
 
 
-def test_a_prefix_outlives_its_continuation():
-    requests = requests_of((1, 2, 3), (4,), (1, 2, 3))
-    for name in ONLINE:
-        assert list(simulation(name)(requests, 3)) == [0, 0, 2]
-
-
 def test_the_extent_counts_what_is_there_and_a_share_of_it_is_rounded_to_at_least_one():
     extent = measure(requests_of((1, 2, 3), (1, 2, 4), (), (5, 1)))
     assert extent == Extent(requests=4, block_references=8, unique_blocks=5, best_hits=2, lengths={0: 1, 2: 1, 3: 2})
@@ -137,16 +131,3 @@ def test_no_choice_of_blocks_to_keep_gives_more_hits(requests, capacity):
 def test_outdated_entries_are_cleared_away_without_a_trace():
     """One prompt again and again outdates each entry as soon as it is made, more often than a heap is renewed."""
     assert list(opt_hits([TraceRequest(0, 0, 0, tuple(range(100)))] * 1_500, 50)) == [0] + [50] * 1_499
-
-
-@pytest.mark.parametrize(
-    ("prompts", "capacity", "hits"),
-    [
-        ([(1,), (2,), (3,), (1,)], 1, [0, 0, 0, 1]),  # A block that is never used again is not kept.
-        ([(1, 2), (1, 2)], 1, [0, 1]),  # Of two blocks with the same next use, the head is kept.
-        ([(1, 1, 2), (1, 1, 2)], 2, [0, 3]),
-        ([()], 1, [0]),
-    ],
-)
-def test_opt_keeps_what_is_used_next(prompts, capacity, hits):
-    assert list(opt_hits(requests_of(*prompts), capacity)) == hits
