@@ -1,4 +1,4 @@
-"""The simulation: engines, and hosts of several, in virtual time, under faults: small stories, each with a strict reader.
+"""The simulation: engines and hosts of several in virtual time, under faults: small stories, each with a strict reader.
 
 A seed decides everything: the engine, its tiers, what fails, who uses it and how often it crashes. A seed that fails
 does so again, in the same way:
