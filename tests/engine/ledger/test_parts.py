@@ -110,16 +110,17 @@ def test_a_tier_that_may_not_be_loaded_from_is_no_source(tiers):
     first.breaker.trip(NOW)
     third.spec = third.spec._replace(locality="REMOTE")
     request = Request("r", load_matchers=[TierMatcher(locality="LOCAL")])
-    assert sources(request, tiers, 0b111, NOW).admitted == [second]
+    *_, admitted = sources(request, tiers, 0b111, NOW)
+    assert admitted == [second]
 
 
 def test_an_answer_of_the_requests_own_probe_counts_though_it_has_expired(tiers):
     tier, request = tiers[0], Request("r")
     tier.believe(A, present=True, now=0.0)
     expired = 1_000.0
-    assert sources(request, [tier], 0, expired).silent == (tier,)
+    assert sources(request, [tier], 0, expired) == ((), (), (tier,), (), [tier])
     request.search.asked.add((tier.index, A))
-    assert sources(request, [tier], 0, expired).having == (tier,)
+    assert sources(request, [tier], 0, expired) == ((tier,), (), (), (), [tier])
 
 
 @pytest.mark.parametrize(("latency_s", "until"), [(1.0, 12.0), (5.0, NOW)], ids=["in time", "expected too late"])
@@ -129,5 +130,5 @@ def test_a_probe_is_waited_for_until_its_deadline(tiers, latency_s, until):
     request.search.asked.add((tier.index, A))
     request.search.await_probe(NOW, latency_s, 2.0)
     for now in (NOW, 11.0, 12.0, 13.0):
-        found = sources(request, [tier], 0, now)
-        assert (found.silent, found.late) == (((tier,), ()) if now < until else ((), (tier,)))
+        _, _, silent, late, _ = sources(request, [tier], 0, now)
+        assert (silent, late) == (((tier,), ()) if now < until else ((), (tier,)))
