@@ -125,14 +125,13 @@ class Ledger:
             loads.weigh(self._now, self._step)
         if self.prefetches.waiting:  # After the weighing: a prefetch may load what a request declined.
             self.prefetches.step()
-        weighs = loads.token_s > 0
-        self._hits.end(self._now, loads.wait_max_s(1) if weighs else None)
+        self._hits.end(self._now, loads.wait_max_s(1) if loads.token_s else None)
         if self._forgetting:
             self._forgetting = dict.fromkeys(self.delete(list(self._forgetting)))
         if self.writeback.active:
             self.writeback.clean_ahead(self._now, runner_up=self.runner_up)
         actions = self.traffic.flush(loads.flush(self._now) if loads.queue else ())
-        if weighs or self.prefill.tokens_per_s:
+        if loads.token_s or self.prefill.tokens_per_s:
             loads.begin_step()
         self._step += 1
         return actions
@@ -150,34 +149,30 @@ class Ledger:
         self.writeback.end()
 
     def lookup(self, key: OffloadKey, request: Request) -> LookupResult:
-        if key not in self.primary.ready:
-            return self._lookup_absent(key, request)
-        self._hits.add(request, key)
-        return HIT
-
-    def _lookup_absent(self, key: OffloadKey, request: Request) -> LookupResult:
+        if key in self.primary.ready:
+            self._hits.add(request, key)
+            return HIT
         if key in self.primary.filling:
             return self._join(key, request)
         search = request.search
         if not (self.promoting and self.runner_up) or search.promotions.get(key, 0) >= PROMOTIONS_MAX:
             return self._miss(key, request, search)
         never = self.loads.never if request.weighed and self.loads.token_s else None
-        holders = self.locations.mask.get(key, 0)
-        sources = sources_of(key, request, search, self.tiers, holders, self._now, never)
-        if sources.late:
-            search.end_probes(self._now)
+        now, holders = self._now, self.locations.mask.get(key, 0)
+        having, too_slow, silent, late, admitted = sources_of(key, request, search, self.tiers, holders, now, never)
+        if late:
+            search.end_probes(now)
             if key not in search.missed:
-                for tier in sources.late:
+                for tier in late:
                     tier.counters.dropped["asking"] += 1
-        if sources.having:
-            source, *others = sources.having
-            alternatives = bool(others or sources.silent)
-            return self._promote(key, source, request, sources.too_slow, alternatives=alternatives)
-        if sources.silent and self._probe(key, sources.silent, request):
+        if having:
+            source, *others = having
+            return self._promote(key, source, request, too_slow, alternatives=bool(others or silent))
+        if silent and self._probe(key, silent, request):
             return RETRY
-        if sources.too_slow:
-            return self._try_or_decline(key, sources.too_slow, request)
-        return self._miss(key, request, search, sources.admitted)
+        if too_slow:
+            return self._try_or_decline(key, too_slow, request)
+        return self._miss(key, request, search, admitted)
 
     def _join(self, key: OffloadKey, request: Request) -> LookupResult:
         if self.loads.token_s and (self._now >= request.late_at or request.declined(key)):

@@ -74,9 +74,11 @@ class Primary:
     def keys_of(self, rows: Iterable[int]) -> list[OffloadKey]:
         return cast("list[OffloadKey]", list(map(self._keys.__getitem__, rows)))
 
-    def rows_of(self, keys: Iterable[OffloadKey]) -> list[int]:
-        ready, filling = self.ready.get, self.filling.get
-        return [row for key in keys if (row := ready(key)) is not None or (row := filling(key)) is not None]
+    def rows_of(self, keys: Collection[OffloadKey]) -> list[int]:
+        try:
+            return list(map(self.ready.__getitem__, keys))
+        except KeyError:  # Some are filling, or absent.
+            return [row for key in keys if (row := self.row(key)) is not None]
 
     def ready_rows(self, rows: Iterable[int]) -> list[int]:
         keys, ready = self._keys, self.ready

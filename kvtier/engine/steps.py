@@ -1,7 +1,7 @@
 """The step protocol: the calls of a synchronous owner, thousands of times a step, which never wait.
 
 Every call of a step is plain, touches memory only and crosses no thread. A step's actions leave at its end with one
-wake-up. The answers wait in the bridge's mailbox. They are applied before look-ups and evictions.
+wake-up. The answers wait in the bridge's mailbox. They are applied before evictions, and look-ups in tiers.
 """
 
 import logging
@@ -194,8 +194,6 @@ class StepManager:
 
         Raises LookupError for a request that is not known, and `EngineClosed` after closing.
         """
-        if self._mailbox:
-            self._receive()
         try:
             request = self._requests[request_id]
         except KeyError:
@@ -204,6 +202,8 @@ class StepManager:
         if hits and key in self._ready:  # Inlined: the ledger would do the same.
             hits.append(key)
             return HIT
+        if self._mailbox:
+            self._receive()
         return self.ledger.lookup(key, request)
 
     def hits(self, request_id: str) -> list[OffloadKey]:

@@ -9,7 +9,7 @@ that is over are not cleaned, unless they are used again: written last, they wou
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 
 from kvtier.backend import OffloadKey
@@ -83,7 +83,7 @@ class WriteBack:
         if self.demoted:
             self.demoted.difference_update(rows)
 
-    def keep_out(self, keys: Iterable[OffloadKey], tier: Tier) -> None:
+    def keep_out(self, keys: Collection[OffloadKey], tier: Tier) -> None:
         """Make the rows of keys clean for a tier, as long as they are in the primary, even if the tier loses them."""
         if tier in self._writers:
             writers = self._writers[tier]

@@ -135,7 +135,7 @@ class Retained(Generic[K]):
                 self._leave(key, self._terms.pop(key)[1])
 
     def moved(self, old: K, new: K) -> None:
-        if old in self._terms:
+        if old != new and old in self._terms:
             until, priority = self._terms[old]
             self.discard((old,))
             self._enter(new, until, priority)

@@ -19,7 +19,7 @@ class NumberOrder(Order[int], Protocol):
 
     def insert(self, keys: Sequence[int], after: int | None = None, /) -> None: ...
     def move(self, old: int, new: int, /) -> None:
-        """Count an access to a key whose number has changed."""
+        """Count an access to a key whose number may have changed."""
         ...
 
     def grow(self, capacity: int, /) -> None:

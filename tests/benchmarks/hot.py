@@ -168,13 +168,14 @@ def index_of(keys):
 
 
 def index_stores():
-    index = index_of(keys_of())
-    held = [FileEntry(key, 1 << 20, 1) for key in keys_of()]
+    keys = keys_of()
+    index, held = index_of(keys), [FileEntry(key, 1 << 20, 1) for key in keys]
     return lambda: [index.stored(chunk) for chunk in held]
 
 
 def index_uses():
-    index, parts = index_of(keys_of()), parts_of(keys_of())
+    keys = keys_of()
+    index, parts = index_of(keys), parts_of(keys)
     return lambda: [index.used(part) for part in parts]
 
 
@@ -193,12 +194,14 @@ def catalog_of(keys):
 
 
 def catalog_uses():
-    catalog, parts = catalog_of(keys_of()), parts_of(keys_of())
+    keys = keys_of()
+    catalog, parts = catalog_of(keys), parts_of(keys)
     return lambda: [catalog.index.use(part, 10_000) for part in parts]
 
 
 def catalog_ranks():
-    catalog, parts = catalog_of(keys_of(ROWS)), parts_of(keys_of(ROWS))
+    keys = keys_of(ROWS)
+    catalog, parts = catalog_of(keys), parts_of(keys)
     return lambda: [catalog.index.advise(Advice("rank", part), 10_000, 0) for part in parts]
 
 

@@ -295,8 +295,9 @@ def test_an_order_that_grows_keeps_its_order(there):
     assert policy.evict(3 + len(there), none_kept) == [*reversed(there), 5, 4, 3]
 
 
-def test_a_key_that_moves_to_another_number_is_renewed():
+@pytest.mark.parametrize("number", [2, 3])
+def test_a_key_that_moves_to_another_number_or_stays_is_renewed(number):
     policy = LinkedLRU(4)
     policy.insert([0, 1, 2])
-    policy.move(2, 3)
-    assert policy.evict(3, none_kept) == [1, 0, 3]
+    policy.move(2, number)
+    assert policy.evict(3, none_kept) == [1, 0, number]

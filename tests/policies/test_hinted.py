@@ -216,15 +216,25 @@ def test_under_every_policy_demoted_keys_go_first_unless_they_are_used_again(pol
     assert not {18, 19} & set(order.evict(5, none_kept) or ())
 
 
+@pytest.mark.parametrize("number", [2, 50])
 @each_policy
-def test_under_every_policy_retained_keys_go_last_also_when_they_have_moved(policy):
+def test_under_every_policy_retained_keys_go_last_also_when_they_have_moved(policy, number):
     names = list(range(100))
     order = hinted(policy, range(20), names=names)
     order.retain([0, 1, 2], 100.0, 5)
-    names[50], names[2] = 2, None
-    order.move(2, 50)
-    assert not {0, 1, 50} & set(order.evict(17, none_kept) or ())
-    assert set(order.evict(3, none_kept) or ()) == {0, 1, 50}
+    names[2], names[number] = None, 2
+    order.move(2, number)
+    assert not {0, 1, number} & set(order.evict(17, none_kept) or ())
+    assert set(order.evict(3, none_kept) or ()) == {0, 1, number}
+
+
+def test_a_retained_key_that_is_used_at_its_number_keeps_its_place():
+    order = hinted("lru", range(3), retained_max=2)
+    order.retain([0], 100.0, 5)
+    order.retain([1], 100.0, 5)
+    order.move(0, 0)
+    order.retain([2], 100.0, 6)
+    assert set(order.retained) == {1, 2}
 
 
 def test_requests_without_resident_keys_at_their_end_take_no_memory():

@@ -317,12 +317,12 @@ def simulate(seed):
             host = runner.run(_run(seed))
             errors = [error for error in errors if not isinstance(error, Killed)]
             assert not errors, errors
+            left = sorted(open_files() - descriptors)
+            assert not left, f"left open: {left}"
         except Exception as error:
             again = f"python -m tests.simulation --hosts --first {seed} --seeds 1"
             raise SimulationFailed(f"seed {seed}: {type(error).__name__}: {error}\n  again: {again}") from error
         virtual_s = loop.time()
-    left = sorted(open_files() - descriptors)
-    assert not left, f"seed {seed}: left open: {left}"
     story = repr((sorted(host.counts.items()), virtual_s)).encode()
     return Verdict(seed, hashlib.sha256(story).hexdigest()[:16], host.counts, virtual_s)
 

@@ -149,6 +149,8 @@ class Process:
 
     def _end(self):
         self.is_gone = True
+        for end in self.ends:  # A thread may have opened another one.
+            end.close()
         for descriptor in list(self.machine.loop.ends):
             self.tell(descriptor)
         for job in self.running:

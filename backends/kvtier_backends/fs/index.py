@@ -94,8 +94,6 @@ class ChunkIndex:
         elif not self.is_live(old):
             self._end_idle(old)
             self._insert((number,))
-        elif old == number:
-            self._order.touch((number,))
         else:
             self._order.move(old, number)
         if old is not None and old != number:

@@ -211,17 +211,16 @@ class PoolEngine:
         if key in self._ledger.primary.ready:
             return ()
         mask, now = self._ledger.locations.mask.get(key, 0), self._steps._clock()
-        sources = sources_of(key, request, request.search, self._ledger.tiers, mask, now)
-        return () if sources.having else sources.silent
+        having, _, silent, _, _ = sources_of(key, request, request.search, self._ledger.tiers, mask, now)
+        return () if having else silent
 
     def _found(self, key: OffloadKey, request: Request) -> bool:
         ledger = self._ledger
         if key in ledger.primary.ready:
             return True
-        mask = ledger.locations.mask.get(key, 0)
-        return ledger.runner_up and bool(
-            sources_of(key, request, request.search, ledger.tiers, mask, self._steps._clock()).having
-        )
+        mask, now = ledger.locations.mask.get(key, 0), self._steps._clock()
+        having, *_ = sources_of(key, request, request.search, ledger.tiers, mask, now)
+        return ledger.runner_up and bool(having)
 
     def _copy(self, row: int, pieces: Sequence[tuple[int, int]], *, into_row: bool) -> None:
         at = self._address + row * self._steps.config.row_bytes

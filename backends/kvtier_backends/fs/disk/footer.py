@@ -34,6 +34,7 @@ _HEAD = struct.Struct("<8sIIQQ32s")
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_AT = FOOTER_BYTES - _CHECKSUM.size
 _SEQUENCE = struct.Struct("<Q")
+_TAIL = struct.Struct("<QQ")  # The sequence number and the checksum.
 _SEQUENCE_AT = _CHECKSUM_AT - _SEQUENCE.size
 _SEAL_AT = _SEQUENCE_AT - SEAL_BYTES
 KEY_BYTES_MAX = _SEQUENCE_AT - _HEAD.size
@@ -96,7 +97,8 @@ def write_footer(page: memoryview, footer: Footer) -> None:
     if len(key) > key_bytes_max:
         raise ValueError(f"a key of {len(key)} bytes; a footer holds {key_bytes_max}")
     head = _HEAD.pack(MAGIC, version, len(key), payload_bytes, payload_checksum, fingerprint) + key
-    page[:_CHECKSUM_AT] = head.ljust(_SEQUENCE_AT - len(seal), b"\0") + seal + _SEQUENCE.pack(sequence)
+    page[:_SEQUENCE_AT] = head.ljust(_SEQUENCE_AT - len(seal), b"\0") + seal
+    _SEQUENCE.pack_into(page, _SEQUENCE_AT, sequence)
     _CHECKSUM.pack_into(page, _CHECKSUM_AT, xxh3_64_intdigest(page[:_CHECKSUM_AT]))
 
 
@@ -105,7 +107,7 @@ def read_footer(page: memoryview) -> Footer | ChunkFault:
     magic, version, key_bytes, payload_bytes, payload_checksum, fingerprint = _HEAD.unpack_from(page)
     if magic != MAGIC:
         return ChunkFault.FOREIGN if any(page) else ChunkFault.ZEROED
-    (checksum,) = _CHECKSUM.unpack_from(page, _CHECKSUM_AT)
+    sequence, checksum = _TAIL.unpack_from(page, _SEQUENCE_AT)
     if checksum != xxh3_64_intdigest(page[:_CHECKSUM_AT]):
         return ChunkFault.FOOTER
     if version not in (VERSION, SEALED_VERSION):
@@ -114,7 +116,6 @@ def read_footer(page: memoryview) -> Footer | ChunkFault:
     if key_bytes > (SEALED_KEY_BYTES_MAX if seal else KEY_BYTES_MAX):
         return ChunkFault.FOOTER
     key = OffloadKey(bytes(page[_HEAD.size : _HEAD.size + key_bytes]))
-    (sequence,) = _SEQUENCE.unpack_from(page, _SEQUENCE_AT)
     return Footer(key, payload_bytes, payload_checksum, fingerprint, sequence, seal)
 
 
