@@ -195,6 +195,7 @@ class Life(NamedTuple):
     async def aclose(self, ends_at: float, close_files: Callable[[], None]) -> Left:
         """End the life, at most until then; `close_files` is called once no lane is in a call."""
         left = await self.layout.aclose(ends_at)
+        self.tier.lanes.let_go()
         if left.transfers + left.others:
             self.tier.lanes.when_ended(close_files)
         else:

@@ -19,7 +19,7 @@ from kvtier_backends.fs.host.meeting import Place
 from kvtier_backends.fs.options import MemoryOptions, common_options
 from kvtier_backends.fs.segments import kept, room, wire
 from tests.fs.conftest import ROW_BYTES, kinds, until_probed, until_stored, whole
-from tests.fs.host.conftest import CAPACITY_BYTES, PATIENCE_S, filled, keepers, until_filled
+from tests.fs.host.conftest import CAPACITY_BYTES, PATIENCE_S, filled, keepers, until, until_filled
 
 HANDS = [b"\xff" * 64, b"\x03\0\0\0abc", b"\x04\0\0\0\xff\xff\xff\x7f", b"\0\0\0\0", b"GET / HTTP/1.1\r\n\r\n"]
 
@@ -139,6 +139,11 @@ async def test_a_tier_that_is_closed_with_a_store_in_flight_keeps_its_slots_unti
     await asyncio.wait({storing})
     await until_filled(other, all_of_them)
     assert isinstance(storing.exception(), BackendUnavailable | None)
+
+
+async def test_a_tier_that_is_closed_leaves_no_thread(kept_by, kind, join):
+    await (await join(kind)).aclose(PATIENCE_S)
+    until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("kvtier-0:tested")])
 
 
 async def test_an_engine_that_gives_a_stopped_keeper_up_leaves_no_slot_there(
