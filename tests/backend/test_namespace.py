@@ -149,7 +149,6 @@ def test_other_folders_are_no_folders_of_chunks(name):
 
 @given(namespace=NAMESPACES, key=KEYS, naming=NAMING)
 def test_a_name_gives_back_its_key_in_its_naming_alone(namespace, key, naming):
-    """So no two keys share a name."""
     mapper = FileMapper(namespace, naming)
     other = FileMapper(namespace, "flat" if naming == "vllm" else "vllm")
     rank = 0 if mapper.parallel_agnostic else namespace.rank

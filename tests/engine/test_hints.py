@@ -155,7 +155,6 @@ async def test_a_prefetch_waits_for_loads_of_another_prefetch(open_engine):
 
 @pytest.mark.parametrize("cancelled", [True, False], ids=["cancelled", "reset"])
 async def test_a_prefetch_that_is_cancelled_leaves_nothing_held(open_engine, cancelled):
-    """And so does a reset."""
     engine = await emptied(open_engine, 3, 8, {"type": "dummy", "latency_s": 0.05})
     given = keys(range(3))
     call = asyncio.ensure_future(engine.prefetch(given))
@@ -214,7 +213,6 @@ async def test_a_chunk_forgotten_during_its_store_does_not_stay_in_the_tier(open
     ids=["fraction", "numpy", "huge"],
 )
 async def test_a_retention_may_be_said_in_numbers_of_any_kind(open_engine, runner, seconds, priority):
-    """A runner in a process reads two kinds only."""
     engine = await open_engine(8, {"type": "dummy", "capacity_bytes": "64KiB"}, runner=runner, holds=range(4))
     assert await at_rest(engine)
     assert engine.retain(keys(range(2)), seconds, priority=priority) == 2

@@ -69,7 +69,6 @@ async def test_a_runner_that_hangs_is_replaced_for_its_silence(open_engine, disk
 @pytest.mark.promise("Hung transfers hold too many rows")
 @pytest.mark.parametrize("too_many", [True, False])
 async def test_a_runner_that_holds_too_many_rows_is_replaced_and_its_rows_come_back(open_engine, disk, too_many):
-    """One that holds few is left alone."""
     hung = {"type": FAULTY, "inner": disk, "script": {"store": ["hang"]}, "limits": {"deadline_s": 0.05}}
     hung |= {} if too_many else {"faults": {"hang_s": 0.5}}
     engine = await open_engine(8, hung, runner="process", limits={"quarantine_share": 0.2 if too_many else 0.5})

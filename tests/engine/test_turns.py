@@ -77,7 +77,6 @@ HUNG_STORES = HUNG_LOADS | {"script": {"store": ["hang", "hang"]}}
 
 @pytest.mark.virtual_time
 async def test_puts_that_hung_stores_keep_from_their_tier_let_timers_fire(open_engine):
-    """Virtual time does not move for polling."""
     engine = await open_engine(4, HUNG_STORES | {"faults": {"hang_s": 100.0}}, holds=[1, 2])
     await engine.drain()
     assert not ledger_in(engine).pending
@@ -148,7 +147,6 @@ async def test_a_long_put_and_a_long_get_let_the_loop_turn_while_they_copy(monke
 
 
 def test_calls_on_another_loop_are_refused_by_name():
-    """Once the engine is closed, they fail as on its own."""
     with asyncio.Runner() as first:
         opened = first.run(opening())
         for call in (*CALLS.values(), lambda engine: engine.aclose()):

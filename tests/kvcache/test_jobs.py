@@ -56,7 +56,6 @@ def test_a_store_waits_for_an_earlier_load_of_its_blocks(jobs):
 
 
 def test_transfers_of_one_way_begin_without_waiting_for_each_other(jobs):
-    """One thread, and on a device one stream, keeps them in order."""
     for number in range(2):
         jobs.submit(job(number, Direction.STORE, blocks=(1,), rows=(1,)))
     begun = [jobs.take(BOTH, wait=False) for _ in range(2)]

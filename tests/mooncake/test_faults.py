@@ -135,7 +135,6 @@ async def test_an_owner_that_hangs_fails_calls_in_time_and_no_row_is_used_later(
 
 
 async def test_a_hung_call_delays_no_load_of_other_chunks(alone, opened_alone, lender):
-    """Though Mooncake gets one call at a time, and this one is not over."""
     pool, owner, _, keys = await alone(16, client_ttl_s=60, owners=2)
     tier = await opened_alone(pool, timeout_s=0.3)
     owner.signal(signal.SIGSTOP)

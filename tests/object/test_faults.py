@@ -47,7 +47,6 @@ async def test_an_object_of_a_later_version_is_left_alone(opened, server, bucket
 
 
 async def test_vllms_bare_objects_are_loaded_only_with_unverified_accept(opened, server, bucket, stored, lender):
-    """They have the same names and nothing to verify them by."""
     tier, accepts, key = await opened(), await opened(unverified="accept"), key_of(1)
     await lender.keep(tier, [key])
     name = stored.name(key)
@@ -261,7 +260,6 @@ async def test_a_connection_that_has_died_silently_costs_time_and_nothing_else(o
 
 
 async def test_a_body_cut_in_the_middle_is_no_chunk(opened, proxy, lender):
-    """The connection ends behind half of it, each time it is tried."""
     tier, keys = await opened(endpoint=f"http://{proxy.address}", requests=1, **QUICK), keys_of(3)
     await lender.keep(await opened(), keys)
     proxy.piece_bytes = CHUNK_BYTES // 2

@@ -134,7 +134,6 @@ def gone_ahead():
 
 
 def test_who_may_not_go_for_long_is_not_asked_about_in_every_call(gone_ahead):
-    """As where a tier has hundreds of writes under way, which it ends slowly."""
     kept = Kept(range(500, 900))
     assert [gone_ahead.evict(1, kept) for _ in range(50)] == [[number] for number in range(900, 950)]
     assert kept.asked < 1_000

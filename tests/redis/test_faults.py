@@ -61,7 +61,6 @@ async def test_a_server_that_refuses_is_unavailable_until_it_accepts(opened, own
 
 
 async def test_a_tier_that_cannot_start_its_threads_leaves_none(opened, server, monkeypatch):
-    """Those for stores are the last."""
     before, start = set(threading.enumerate()), lending.start_thread
 
     def started(thread):
@@ -127,7 +126,6 @@ async def test_a_server_of_another_protocol_is_unavailable(opened, proxy, lender
 
 
 async def test_an_unrequested_reply_answers_nothing(opened, proxy, lender):
-    """Neither one that has been read with another's, nor one that comes when the connection is idle."""
     tier, keys = await opened(proxy.address), keys_of(4)
     for surplus in (b":1\r\n", b"+OK\r\n", b"$-1\r\n"):
         proxy.reply = lambda passed, surplus=surplus: passed + surplus

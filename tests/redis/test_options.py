@@ -106,7 +106,6 @@ def test_a_password_may_be_in_the_environment(tmp_path, monkeypatch):
 
 
 def test_each_of_tlss_files_is_named_when_it_cannot_be_used(tmp_path):
-    """Also a key that wants a passphrase: nobody is there to be asked for it."""
     key = ec.generate_private_key(ec.SECP256R1()).private_bytes(
         Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"passphrase")
     )

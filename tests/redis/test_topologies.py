@@ -180,7 +180,6 @@ async def test_an_untrusted_certificate_is_refused_and_a_server_without_any_unav
 
 
 async def test_nodes_that_report_the_topology_need_trusted_certificates(opened, certified, cluster, tmp_path):
-    """They see the password, too."""
     front = Proxy(cluster[0].port, tls=certified)  # Its certificate is that of 127.0.0.1.
     other = f"localhost:{front.address.rpartition(':')[2]}"
     with pytest.raises(BackendUnavailable, match="certificate is refused"):
@@ -358,7 +357,6 @@ async def test_a_refused_asking_does_not_shift_the_replies(opened, cluster, pref
 
 
 async def test_calls_do_not_wait_for_a_new_table_of_slots(opened, cluster, names_hang, lender):
-    """Neither a load, whose rows are lent, nor a probe behind it."""
     tier, keys = await kept(lender, opened(f"localhost:{cluster[0].port}", scheme="redis+cluster", **QUICK), 40)
     cluster[1].signal(signal.SIGSTOP)
     names_hang.clear()

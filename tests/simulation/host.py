@@ -21,7 +21,7 @@ from kvtier_backends.fs.disk import lanes
 from kvtier_backends.fs.host.keeper import Keeper
 from kvtier_backends.fs.host.meeting import Place
 from kvtier_backends.fs.options import MemoryOptions
-from kvtier_backends.fs.segments import room
+from kvtier_backends.fs.segments import room, wire
 from tests.simulation.machine import PROCESS, Killed, Listener, Machine, MachineLoop, Process, SimulatedLanes
 from tests.simulation.scenario import POLICIES, ROW_BYTES
 from tests.simulation.witness import chunk_of
@@ -84,11 +84,12 @@ class Host:
         self.counts = Counter()
         self.dice, self.keys, self.options, self.habits, faults = draw(seed)
         self.machine = Machine(self.dice, faults)
+        self.width_bytes = self.dice.choice((SLOT_BYTES, 5 * SLOT_BYTES, 64 << 20))
         self.linger_s = self.dice.choice((0.5, 300.0))
         self.is_roomy = self.options.capacity_bytes > 5 * SEGMENT_BYTES
         self.keeper = self.listener = None
         self.storing, self.deletes, self.absent, self.promised = Counter(), Counter(), set(), set()  # By model and key.
-        self.stores = Counter()
+        self.stores, self.deleting = Counter(), Counter()
         self.resting, self.all_rest = set(), asyncio.Event()
 
     # The pool's place, as a keeper and its engines know it.
@@ -119,6 +120,7 @@ class Host:
 
     async def _keep(self, process, listener):
         process.keeper = self.keeper = Keeper(self, listener, self.linger_s)
+        self.keeper.gate._width_bytes = self.width_bytes
         self.counts["keepers"] += 1
         try:
             await self.keeper.run()
@@ -178,6 +180,7 @@ class Host:
     def _bury_engine(self, process):
         if process.tier is not None:
             assert process.tier.counters().corrupt == {}, process.tier.counters().corrupt
+            self.storing.subtract(process.storing)
             process.tier._lives.close()
             process.tier._lives.now.close_files()
 
@@ -230,15 +233,17 @@ class Host:
         named = [(model, key) for key in keys]
         self.absent.difference_update(named)
         self.storing.update(named)
+        PROCESS.get().storing.update(named)
         self.stores.update(named)
         keeper, deletes = self.keeper, [self.deletes[name] for name in named]
         outcomes = await tier.store(writes)
-        self.storing.subtract(named)  # What ends otherwise may be published at any time.
+        self.storing.subtract(named)  # What ends otherwise may be published until its process has ended.
+        PROCESS.get().storing.subtract(named)
         is_kept = keeper is self.keeper and not (self.listener.closed or PROCESS.get().is_cut)
         for name, outcome, count in zip(named, outcomes, deletes, strict=True):
             assert outcome is None or isinstance(outcome, api.NoSpace), outcome
             self.counts["stored" if outcome is None else "no room"] += 1
-            if outcome is None and is_kept and self.deletes[name] == count:
+            if outcome is None and is_kept and self.deletes[name] == count and not self.deleting[name]:
                 self.promised.add(name)
 
     async def _load(self, tier, model, keys):
@@ -255,9 +260,12 @@ class Host:
     async def _delete(self, tier, model, keys):
         named = {(model, key) for key in keys}
         self.deletes.update(named)
+        self.deleting.update(named)
         self.promised -= named
         stores = {name: self.stores[name] for name in named if not self.storing[name]}
         await tier.delete(keys)
+        self.deletes.update(named)
+        self.deleting.subtract(named)
         self.absent |= {name for name in stores if self.stores[name] == stores[name]}
         self.counts["deletes"] += 1
         await asyncio.sleep(0.1)
@@ -310,6 +318,7 @@ def simulate(seed):
             (api, "Lanes", SimulatedLanes),
             (lanes, "Lanes", SimulatedLanes),
             (room, "SEGMENT_BYTES_LEAST", SEGMENT_BYTES),
+            (wire, "UNSENT_BYTES_MAX", random.Random(f"unsent {seed}").choice((3_000, 64 << 20))),
             (time, "monotonic", loop.time),
         ):
             patches.enter_context(mock.patch.object(owner, name, stand_in))

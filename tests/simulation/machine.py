@@ -10,7 +10,7 @@ import queue
 import socket
 import threading
 from array import array
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import Context, ContextVar, copy_context
@@ -102,7 +102,7 @@ class Process:
         self.machine, self.name, self._bury = machine, name, bury
         self.is_cut = self.is_dying = self.is_gone = False  # Cut: nothing leaves it any more.
         self.stops = 0
-        self.tier = self.keeper = None
+        self.tier, self.keeper, self.storing = None, None, Counter()
         self.tasks, self.ends, self.running = {}, [], {}
         self._waiting = []  # Callbacks of a stopped process.
         self.context = copy_context()
@@ -226,6 +226,9 @@ class End:
         if sent:
             self.peer.put(content[:sent], [os.dup(fd) for _, _, fds in ancillary for fd in fds])
         return len(content)
+
+    def shutdown(self, _):
+        self.peer.put(None)
 
     def recvmsg(self, *_):
         if self.closed:

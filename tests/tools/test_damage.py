@@ -118,7 +118,6 @@ def test_a_slot_with_a_chunk_of_another_namespace_is_corrupt(store, run_json, ro
 
 
 def test_all_kinds_are_counted_and_named_with_their_keys(store, run, run_json, root, monkeypatch):
-    """The screen names some of them, the JSON all."""
     monkeypatch.setattr("kvtier.tools.directory.NAMED_MAX", 4)
     files = store(keys_of(6))
     truncate(10)(files[0])
@@ -153,7 +152,6 @@ def test_whole_directories_pass_and_one_namespace_can_be_chosen(store, run, root
 
 @pytest.mark.parametrize("layout", ["files", "segments"])
 def test_damage_of_encrypted_chunks_is_found_without_their_keys(store, run, run_json, root, monkeypatch, layout):
-    """Only a tier with the key can tell who wrote them."""
     monkeypatch.setenv("KVTIER_TEST_FS_SECRETS", "ab" * 32)
     seal = {"seal": "aes-256-gcm", "seal_key_env": "KVTIER_TEST_FS_SECRETS"}
     files = store(keys_of(3), layout=layout, naming="flat", **seal)

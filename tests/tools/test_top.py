@@ -117,7 +117,6 @@ def test_a_restarted_engine_has_no_negative_rates():
 
 
 def test_a_tier_behind_vllms_own_manager_has_no_hit_ratio():
-    """Only vLLM knows its hits, and the primary is vLLM's."""
     page = 'kvtier_tier_stored_total{tier="disk"} 4\nkvtier_tier_used_bytes{tier="disk"} 9\n'
     found = engine_now("here", Reading.parsed(page, 0.0), Reading.parsed(page, 1.0))
     assert (found.hit_ratio, found.hit_ratio_now, found.primary) == (None, None, None)

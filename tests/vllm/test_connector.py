@@ -7,7 +7,6 @@ from tests.vllm.test_secondary import behind_vllm
 
 
 def test_prefill_is_measured_from_the_steps_unless_its_speed_is_configured(llama, monkeypatch):
-    """Pieces of prompts, and decoding beside them."""
     asked, pieces = prompts(8), {"max_num_batched_tokens": 512}
     with Engine(llama, **pieces) as alone:  # Some processors round other batches in another way.
         expected = tokens(alone.answer(asked))

@@ -61,7 +61,6 @@ def test_nothing_of_a_request_that_says_so_is_stored_in_a_tier(llama, disk, name
 
 @pytest.mark.parametrize("name", ["first", "second"])
 def test_no_request_fails_for_its_hint_and_no_answer_changes(llama, disk, name):
-    """Each is answered; what is no hint does nothing and is counted."""
     asked, new = prompts(4), prompts(2, seed=1)
     expected = right(llama, asked + new)
     assert fill(llama, door(name, disk), asked) == expected[:4]

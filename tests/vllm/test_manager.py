@@ -118,7 +118,6 @@ class Both:
 
 
 def test_of_what_vllm_stores_beyond_a_tiers_budget_the_beginning_cascades(engine):
-    """vLLM names what its workers have stored in no order."""
     steps = engine(len(KEYS))
     ledger = steps.manager.ledger
     ledger.tiers[0].spec = ledger.tiers[0].spec._replace(store_chunks_max=3)
@@ -136,7 +135,6 @@ def test_of_what_vllm_stores_beyond_a_tiers_budget_the_beginning_cascades(engine
 
 @pytest.mark.parametrize("seed", range(100))
 def test_what_vllm_is_told_is_what_the_engine_says(engine, seed):
-    """Also with the mark of a revision in the engine's keys."""
     both, dice = Both(engine().manager, engine().manager, b"revision" * (seed % 2)), random.Random(seed)
     both.begin()
     for _ in range(200):

@@ -45,7 +45,6 @@ def test_every_metric_and_label_that_is_named_is_there_and_none_that_a_scrape_ad
 
 
 def test_an_engine_after_another_in_one_process_counts_from_zero(page, llama, tmp_path):
-    """Else it would not start: its metrics would be there already."""
     with Engine(llama, kvtier(tmp_path), disable_log_stats=False) as engine:
         engine.answer(prompts(1, tokens=100))
         engine.settle()

@@ -104,7 +104,6 @@ def test_a_scheduler_whose_workers_are_all_here_starts_and_leaves_no_name(hosts,
 
 
 def test_a_worker_without_its_scheduler_copies_nothing(hosts):
-    """It was started again, for instance, when the name was gone."""
     caches = CanonicalKVCaches(
         tensors=[CanonicalKVCacheTensor(torch.zeros(8, PAGE, dtype=torch.int8), PAGE)],
         group_data_refs=[[CanonicalKVCacheRef(0, PAGE)]],

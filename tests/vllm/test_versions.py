@@ -36,7 +36,6 @@ def report(llama, tmp_path_factory):
 
 
 def test_kvtier_fits_the_newer_version(report):
-    """Otherwise it would not have been imported."""
     assert SOURCES is not None
     assert report["version"].startswith(Path(SOURCES).name.removeprefix("vllm-"))
 

@@ -54,7 +54,7 @@ class FsCounters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     evicted: int = 0  # Files that went for room.
     expired: int = 0  # Files that went because they were not used for `ttl_s`.
     evictions_failed: int = 0  # Files that could not be removed, and take room still.
-    refused: dict[str, int] = {}  # Chunks without room, by reason: `capacity`, `disk`, `write_budget`, `others`.
+    refused: dict[str, int] = {}  # Chunks without room, by reason: see `Scarce`.
     from_others: int = 0  # Chunks loaded from a shared tier that other engines have stored.
     segments_lost: int = 0  # Segments that another program has removed, with their chunks.
     disk_full: int = 0  # Chunks that the file system had no room for, whatever the limit says.

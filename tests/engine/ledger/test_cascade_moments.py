@@ -197,7 +197,6 @@ def test_what_waits_to_be_written_is_not_lost_while_others_come_back_and_leave_a
 
 @pytest.mark.parametrize("runner_up", [True, False])
 def test_an_open_breaker_costs_writes_and_no_store_a_row(evicting, runner_up):
-    """And so does a lost runner."""
     engine = evicting(breaker_failures=1)
     engine.store("abcd")
     if runner_up:
@@ -310,7 +309,6 @@ def test_a_chunk_that_was_kept_out_or_forgotten_counts_as_never_seen(careful, wh
 
 
 def test_what_is_demoted_leaves_first_here_and_in_the_tier_and_what_is_retained_last(evicting):
-    """Or else it would be the newest there."""
     engine = evicting(rows=8, ahead_rows=2, retained_rows_max=2)
     engine.store("abcdefgh")
     engine.ledger.advise(Advice("demote", keys_of("ab")))
@@ -355,7 +353,6 @@ def test_what_is_prefetched_after_its_session_was_over_is_written_as_any_other(e
 
 @pytest.mark.parametrize("ends", [None, [1, 2, 3, 4]])
 def test_the_leading_part_that_is_retained_is_written_though_its_session_is_over(evicting, ends):
-    """Another session that begins alike will use it."""
     engine = evicting(retained_rows_max=4)
     position = None if ends is None else ending_at(keys_of("abcd"), ends)
     stored_for_a_session_that_is_over(engine, "abcd", position, retain_s=60.0, tokens=2)

@@ -149,7 +149,6 @@ def test_a_tier_whose_hung_transfers_hold_too_many_rows_is_not_used_until_some_c
 
 @pytest.mark.parametrize("given_up_by", ["its deadline", "a reset"])
 def test_a_chunk_stored_after_the_deadline_is_probed(bench, given_up_by):
-    """It was given up, and the tier has it all the same: neither a miss nor believed."""
     engine = bench(rows=2)
     engine.knows_all()
     engine.store("ab")

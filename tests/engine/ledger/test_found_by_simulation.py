@@ -38,7 +38,6 @@ def test_seed_51_a_delete_forgets_what_only_a_hung_store_holds_and_leaves_what_a
 
 
 def test_seed_249_a_chunk_evicted_before_its_stores_report_is_probed(bench):
-    """And seed 1052: also if what was evicted was an old copy, of which nothing was known."""
     for present, answer in ((False, MISS), (True, PENDING)):
         engine = bench(rows=2)
         engine.knows_all()

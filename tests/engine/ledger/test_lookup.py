@@ -134,7 +134,6 @@ def test_a_late_outcome_of_a_probe_that_is_not_known_any_more_changes_nothing(en
 
 @pytest.mark.parametrize("complete", [True, False, None])
 def test_an_answer_that_is_older_than_a_store_of_ours_is_not_believed(engine, complete):
-    """Or, without a complete list (None), than the tier's report."""
     engine.lookup("a")
     (probe,) = engine.step()
     if complete is None:
@@ -159,7 +158,6 @@ def test_a_tier_is_asked_for_so_many_keys_at_once_and_no_more(bench):
 
 
 def test_a_tier_on_trial_is_asked_for_no_more_keys_than_it_is_sent_chunks(engine):
-    """And that it answers does not end the trial: what is listed may be unreadable."""
     breaker = engine.ledger.tiers[0].breaker
     for name in "abc":
         engine.lookup(name)

@@ -84,7 +84,6 @@ def test_a_failed_load_is_a_miss_for_everybody_and_is_tried_again_later_unless_t
 @pytest.mark.parametrize("code", [Code.UNAVAILABLE, Code.MISSING])
 @pytest.mark.parametrize("how", ["found", "stored", "listed"])
 def test_a_later_store_is_found_after_a_failed_load(bench, code, how):
-    """Also where the chunk was on record from before a shared tier's list was over."""
     engine = bench(rows=1)
     if how == "stored":
         engine.stored_in_tiers("a")

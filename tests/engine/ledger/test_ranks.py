@@ -15,7 +15,6 @@ def end(engine, names, matchers=None):
 
 @pytest.mark.parametrize("position", [False, True])
 def test_a_tier_hears_of_a_request_that_is_over_in_prefix_order(engine, position):
-    """Also of what came in pieces, or was found in the primary."""
     place = {key: place for place, key in enumerate(engine.keys("abcd"))}.get if position else None
     request = engine.request(position=place)
     for piece in ("d", "ab", "c") if position else ("ab", "cd"):

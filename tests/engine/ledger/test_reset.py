@@ -40,7 +40,6 @@ def test_a_reset_drops_all_but_queued_deletions_with_an_event_for_each_key(engin
 @pytest.mark.parametrize("kind", [Promote, Cascade])
 @pytest.mark.parametrize("reader", ["none", "first", "last"])
 def test_a_transfer_that_outlives_a_reset_keeps_its_rows(bench, kind, reader):
-    """And so does a reader of views, if the store hung before."""
     engine = bench(rows=2)
     if kind is Promote:
         engine.holds("a")

@@ -52,7 +52,6 @@ def test_a_breaker_that_opens_is_a_warning_with_the_cause_and_its_closing_a_line
 
 
 def test_drops_are_logged_once_a_minute_with_their_counts(engine, log, heard):
-    """The first ones at once, and the rest at the end."""
     engine.store("abcdefghij")
     for second in range(1, 60):
         log.look(float(second))

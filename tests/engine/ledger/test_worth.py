@@ -357,7 +357,6 @@ def test_a_tier_that_was_never_heard_of_is_tried_only_where_no_other_is_worth_it
 
 
 def test_a_tier_that_hangs_sends_the_next_request_to_the_other():
-    """It looks as slow as its oldest load in flight is late."""
     bench = both(FAST, (0.5, 0.1))
     assert wanted(bench, "abc", seconds=4.0) == {0: "abc"}
     assert loads(chosen(bench, "def")) == {1: "def"}
@@ -391,7 +390,6 @@ def asked(bench, request, names="abcdef"):
 @SLOW
 @pytest.mark.parametrize("has", [6, 4, 0, None])
 def test_an_unprobed_tier_is_probed_before_computing(slow, has):
-    """None: it does not answer."""
     bench = unknown(slow)
     request = bench.request()
     probe = asked(bench, request)
@@ -412,7 +410,6 @@ def test_an_unprobed_tier_is_probed_before_computing(slow, has):
 
 
 def test_a_tier_that_may_not_be_asked_for_long_is_not_waited_for():
-    """The trial of the tier that has it serves no request."""
     made = Bench(16, [Bench.spec("first"), Bench.spec("second", asked_keys_max=1)], computing_s=1.0)
     made.knows_all()
     made.holds("abc")
@@ -502,7 +499,6 @@ def test_what_a_tier_that_is_never_chosen_is_tried_with(case, sent):
     ("slow", "tries"), [(SLOW_CALLS, [{0: "ef", 1: "ab"}]), ((0.0, 100.0), [{0: "ab"}, {1: "cd"}])]
 )
 def test_tiers_that_are_all_too_slow_are_tried_together_or_in_turn(slow, tries):
-    """In turn if a look-up shows at once that they are."""
     bench = both(slow, slow)
     for expected in tries:
         bench.step(TRIAL_EVERY_S)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.backend import Namespace
+from kvtier.backend import Advice, Namespace, OffloadKey, unpack_keys
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.testing.conformance import Follower, Lender, keys_of, label
 from kvtier_backends.fs.host import keeper, meeting
@@ -146,6 +146,18 @@ async def test_a_tier_that_is_closed_leaves_no_thread(kept_by, kind, join):
     until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("kvtier-0:tested")])
 
 
+async def test_a_delete_voids_the_stores_that_were_reserved_before_it(by_hand, join):
+    hand, tier, keys = by_hand(), await join("memory"), keys_of(2)
+    hand.call(1, "reserve", keys)
+    await tier.delete(keys)
+    hand.call(2, "reserve", keys[1:])
+    hand.send(wire.End(1, b"\1\1"))
+    hand.call(3, "report")
+    assert hand.call(4, "probe", keys).own == bytes(2)
+    hand.send(wire.End(2, b"\1"))
+    assert hand.call(5, "probe", keys).own == b"\0\1"
+
+
 async def test_an_engine_that_gives_a_stopped_keeper_up_leaves_no_slot_there(
     kept_by, kind, join, system_call, monkeypatch, lender
 ):
@@ -156,6 +168,8 @@ async def test_an_engine_that_gives_a_stopped_keeper_up_leaves_no_slot_there(
     write = system_call("pwritev", sticks=True)
     storing = await write.met_by(tier.store(lender.writes(keys_of(8))))
     with kept_by.stopped():
+        for _ in range(300):  # More than the socket takes: the end of the session waits behind it.
+            tier.advise(Advice("demote", keys_of(64)))
         await until_lost(tier)
         write.let_go()
         await asyncio.wait({storing})
@@ -166,7 +180,6 @@ async def test_an_engine_that_gives_a_stopped_keeper_up_leaves_no_slot_there(
 
 
 async def test_a_call_that_waits_for_its_turn_for_long_keeps_its_session(by_hand, join, lender, monkeypatch):
-    """Only a keeper that says nothing at all is stopped."""
     hand, tier = by_hand(model="other"), await join("memory")
     monkeypatch.setattr(kept, "ANSWER_S", 0.4)
     answer = hand.call(1, "lease", keys_of((64 << 20) // ROW_BYTES))  # All of the gate's width, for a second.
@@ -175,7 +188,6 @@ async def test_a_call_that_waits_for_its_turn_for_long_keeps_its_session(by_hand
 
 
 async def test_what_an_engine_said_before_its_end_is_heard(of_pool, by_hand, join):
-    """Although it is gone by the time that the keeper answers."""
     hand, tier, keys = by_hand(), await join("memory"), keys_of(4)
     assert hand.call(1, "reserve", keys).failure == ""
     with of_pool.stopped():
@@ -278,7 +290,8 @@ async def test_a_deaf_session_ends_and_the_others_are_still_told(by_hand, join, 
     monkeypatch.setattr(wire, "UNSENT_BYTES_MAX", 50_000)
     hand, one, other = by_hand(), await join("memory"), await join("memory")
     hand.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
-    keys = keys_of(64)
+    all_of_them, keys = await filled(one), keys_of(64)
+    hand.call(1, "reserve", keys_of(8, 900))
     for _ in range(150):
         await lender.keep(one, keys)
         assert lender.take_back()
@@ -286,6 +299,19 @@ async def test_a_deaf_session_ends_and_the_others_are_still_told(by_hand, join, 
     assert hand.is_ended()
     await lender.keep(one, keys)
     await until_probed(other, keys, there=True)
+    hand.send(wire.End(0))  # Its slots come back.
+    await until_filled(one, all_of_them)
+
+
+async def test_a_session_is_told_of_more_chunks_than_may_wait_to_be_sent(by_hand, join, lender, monkeypatch):
+    tier, keys, told = await join("memory"), [OffloadKey(key.ljust(2_000, b"k")) for key in keys_of(300)], []
+    await lender.keep(tier, keys)
+    monkeypatch.setattr(wire, "UNSENT_BYTES_MAX", 50_000)
+    monkeypatch.setattr(keeper.api, "INVENTORY_BATCH_KEYS", 16)
+    hand = by_hand()
+    while (said := hand.until(wire.Inventory)).scanned is None:
+        told += unpack_keys(said.keys)
+    assert set(told) == set(keys)
 
 
 async def test_descriptors_of_segments_are_not_inherited_by_other_programs(kept_by, kind, join, lender):
@@ -360,6 +386,14 @@ async def test_a_keeper_whose_backlog_is_full_is_unavailable(pool, peer, join, m
                 peer(place)
         with pytest.raises(BackendUnavailable, match="does not start"):
             await join("memory")
+
+
+async def test_a_pool_where_others_may_write_is_refused(pool, join):
+    """They could meet its engines in the keeper's place, and read all chunks."""
+    os.makedirs(directory := Place.of_pool(pool).directory)
+    os.chmod(directory, 0o777)
+    with pytest.raises(ConfigError, match="another user owns it, or may write there"):
+        await join("memory")
 
 
 async def test_a_keeper_keeps_no_pipe_of_the_engine_that_started_it_open(outside, join, pool):
@@ -444,7 +478,6 @@ async def test_namespaces_and_row_lengths_stay_within_one_capacity(kept_by, kind
 
 
 async def test_a_namespace_keeps_its_fair_part(kept_by, kind, join, small_segments):
-    """Although it was not used for long, and the other one wants much more."""
     quiet, loud, lender = await join(kind, model_name="a"), await join(kind, model_name="b"), Lender(ROW_BYTES)
     keys = keys_of(CAPACITY_BYTES // 2 // (ROW_BYTES + 4_096) - 24)
     for at in range(0, len(keys), 32):
@@ -453,16 +486,24 @@ async def test_a_namespace_keeps_its_fair_part(kept_by, kind, join, small_segmen
     assert await lender.recall(quiet, keys) == whole(keys)
 
 
+async def take(tier, chunks):
+    """Store until the tier has more chunks."""
+    lender, keys = Lender(ROW_BYTES), keys_of(2 * CAPACITY_BYTES // ROW_BYTES)
+    async with asyncio.timeout(PATIENCE_S):
+        while tier.occupancy().chunks <= chunks:
+            for at in range(0, len(keys), 16):
+                await tier.store(lender.writes(keys[at : at + 16]))
+                assert lender.take_back()
+
+
 async def test_a_namespace_beyond_its_part_gives_to_one_that_comes(kept_by, kind, join, small_segments):
     first, second = await join(kind, model_name="a"), await join(kind, model_name="b")
-    alone, lender, keys = await filled(first), Lender(ROW_BYTES), keys_of(2 * CAPACITY_BYTES // ROW_BYTES)
-    async with asyncio.timeout(PATIENCE_S):
-        while second.occupancy().chunks <= alone // 3:
-            for at in range(0, len(keys), 16):
-                await second.store(lender.writes(keys[at : at + 16]))
-                assert lender.take_back()
+    alone = await filled(first)
+    await take(second, alone // 3)
     await filled(second)
     assert first.occupancy().chunks > alone // 3
+    await first.aclose(PATIENCE_S)  # Without an engine it has no part.
+    await take(second, 0.9 * alone)
 
 
 async def test_segments_of_a_namespace_that_nobody_has_opened_go_before_any_chunk(

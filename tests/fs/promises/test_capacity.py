@@ -74,7 +74,6 @@ async def test_too_much_at_the_start_goes_at_once(open_tier, stored, lender, roo
 
 
 async def test_segments_of_other_namespaces_count_and_go_before_any_chunk(open_tier, stored, lender, root, monkeypatch):
-    """The oldest goes first, and only when its room is wanted."""
     monkeypatch.setattr(room, "SEGMENT_BYTES_LEAST", 128 << 10)
     options, seen = {"layout": "segments", "capacity_bytes": 1 << 20}, {}
     for name in ("older", "old"):

@@ -198,7 +198,6 @@ async def test_what_was_synced_survives_a_machine_that_stops(disk, launch, open_
 
 
 async def test_a_disk_that_is_cut_off_forgets_what_was_not_synced(disk, open_tier, layout):
-    """Or the test above would prove nothing. What is left is what was stored, or a miss."""
     options, lender, keys = {"root": str(disk.mounted / "tier"), "layout": layout}, Lender(ROW_BYTES), keys_of(60)
     tier = await open_tier(**options, holds=keys)
     assert await tier.aclose(DEADLINE_S) == (0,)

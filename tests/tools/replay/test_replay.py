@@ -80,7 +80,6 @@ async def test_a_tier_that_fails_every_call_costs_its_hits_and_is_reported(reque
 
 @pytest.mark.virtual_time
 async def test_a_cancelled_replay_ends_within_a_second_and_has_counted_what_it_did(requests):
-    """Its tier would take days, and its closing as long."""
     replay = replay_of(requests, {"type": "dummy", "latency_s": "1h", "concurrency": 1}, rows=300)
     task = asyncio.create_task(replay.run())
     await asyncio.sleep(5)

@@ -211,7 +211,6 @@ def test_without_tiering_prompts_queue_for_the_servers_and_are_computed_whole():
 
 
 def test_a_prefix_in_the_primary_takes_the_time_of_its_copy_to_the_gpu():
-    """A prompt that is all there still computes a token."""
     requests = prompts((0, range(4)), (60_000, range(6)), (120_000, range(2)))
     copied_s = MIB / simulate.GPU_LOAD_BYTES_PER_S
     assert first_tokens_s(requests, engine(rows=64)) == pytest.approx([4.0, 2.0 + 4 * copied_s, 2 * copied_s + 1 / 512])

@@ -75,7 +75,6 @@ def test_a_generated_trace_is_read_like_one_from_a_file(tmp_path):
 
 
 def test_a_generated_workload_has_as_many_requests_as_are_asked_for():
-    """The first ones are the same, however many are asked for."""
     default, more = list(open_trace("generated")), open_trace("generated", limit=3_200)
     assert len(default) == Workload().requests < 3_200
     assert list(more)[: len(default)] == default

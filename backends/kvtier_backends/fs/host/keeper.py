@@ -34,7 +34,6 @@ from kvtier_backends.fs.segments import wire
 from kvtier_backends.fs.segments.catalog import Lease, LocalCatalog, Reservation
 from kvtier_backends.fs.segments.layout import disk_catalog, pool_catalog
 from kvtier_backends.fs.segments.room import Space
-from kvtier_backends.fs.segments.segment import Segment
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +46,9 @@ class KeptNamespace:
 
     def __init__(self, tier: SlotTier, catalog: LocalCatalog, close_files: Callable[[], None]) -> None:
         self.tier, self.catalog, self._close_files = tier, catalog, close_files
-        self.sessions: dict[Session, None] = {}
-        self.storing: dict[OffloadKey, list[Session]] = {}  # The session that stores a key, once a store: no other may.
+        self.sessions: dict[Session, bool] = {}  # True once a session knows every key.
+        self.storing: dict[OffloadKey, list[tuple[Session, int]]] = {}
+        """The session that stores a key, and its calls: no other may. A delete voids them."""
         self._stored_by = array("I")  # By slot: the session that stored its chunk, 0 for an earlier one.
         self._background = Background()
         self._background.begin("keeper", (*catalog.works(), self._report))
@@ -63,14 +63,24 @@ class KeptNamespace:
         for slot in slots:
             self._stored_by[slot] = session
 
-    def introduce(self, session: "Session") -> None:
-        """Tell a session every key, and from now on every change."""
-        keys, most = list(self.catalog.table.index.of), api.INVENTORY_BATCH_KEYS
+    async def introduce(self, session: "Session") -> None:
+        """Tell a session every key, as fast as it reads, and from now on every change."""
+        self.sessions[session] = False
+        self.catalog.room.is_used = True
+        table, most = self.catalog.table, api.INVENTORY_BATCH_KEYS
+        keys = list(table.index.of)
         for start in range(0, len(keys), most):
-            session.link.send(wire.Inventory(pack_keys(keys[start : start + most]), there=True))
+            there = [key for key in keys[start : start + most] if key in table]
+            session.link.send(wire.Inventory(pack_keys(there), there=True))
+            await session.link.drained.wait()
+            await asyncio.sleep(0)
+        self.sessions[session] = True
         if (complete := self.catalog.inventory.complete) is not None:
             session.link.send(wire.Inventory(pack_keys(()), there=True, scanned=complete))
-        self.sessions[session] = None
+
+    def left(self, session: "Session") -> None:
+        self.sessions.pop(session, None)
+        self.catalog.room.is_used = bool(self.sessions)
 
     def report(self) -> None:
         """Tell all sessions at once what is not told yet."""
@@ -80,14 +90,16 @@ class KeptNamespace:
     async def _report(self) -> None:
         async for event in self.catalog.inventory.watch():
             self._tell(event)
+            await asyncio.sleep(0)  # All that has expired may be millions of keys: sessions read meanwhile.
 
     def _tell(self, event: api.InventoryEvent) -> None:
         if isinstance(event, api.ScanDone):
             said = wire.Inventory(pack_keys(()), there=True, scanned=event.complete)
         else:
             said = wire.Inventory(pack_keys(event.keys), isinstance(event, api.Added))
-        for session in list(self.sessions):  # A deaf one ends meanwhile.
-            session.link.send(said)
+        for session, is_introduced in self.sessions.items():
+            if is_introduced or said.scanned is None:
+                session.link.send(said)
 
     async def aclose(self, ends_at: float) -> None:
         self.catalog.stop()
@@ -127,7 +139,7 @@ class Session:
         for call_id in {*self._tasks, *self._held}:
             self._end(call_id, b"")
         if self._namespace is not None:
-            self._namespace.sessions.pop(self, None)
+            self._namespace.left(self)
         self._keeper.left(self, self._number)
 
     def _lost(self) -> None:
@@ -173,7 +185,7 @@ class Session:
             return
         self.engine = hello.engine
         self.link.send(wire.Welcome(namespace.tier.root.reads.queue_bytes > 0))
-        namespace.introduce(self)
+        await namespace.introduce(self)
 
     async def _called(self, call: wire.Call, namespace: KeptNamespace) -> None:
         keys, catalog = unpack_keys(call.keys), namespace.catalog
@@ -183,6 +195,8 @@ class Session:
                     answer = await self._lease(call.id, keys, namespace)
                 case "reserve":
                     answer = await self._reserve(call.id, keys, namespace)
+                case "probe":
+                    answer = wire.Answer(call.id, own=bytes(await catalog.probe(keys)))
                 case "judge":
                     answer = wire.Answer(call.id, verdicts=list(map(catalog.judged, call.doubts)))
                 case _:
@@ -211,12 +225,12 @@ class Session:
 
     async def _reserve(self, call_id: int, keys: list[OffloadKey], namespace: KeptNamespace) -> wire.Answer:
         storing = namespace.storing
-        wanted = [place for place, key in enumerate(keys) if self in storing.get(key, (self,))]
+        wanted = [place for place, key in enumerate(keys) if key not in storing or storing[key][0][0] is self]
         free, busy = [keys[place] for place in wanted], sorted({*range(len(keys))} - {*wanted})
         for key in free:
-            storing.setdefault(key, []).append(self)
+            storing.setdefault(key, []).append((self, call_id))
         with ExitStack() as at_end:
-            at_end.callback(self._end_storing, free, namespace)
+            at_end.callback(self._end_storing, call_id, free, namespace)
             at_end.callback(await self._turn(len(free), namespace, is_store=True))
             reservation = await namespace.catalog.reserve(free)
             self._held[call_id] = reservation, at_end.pop_all()
@@ -247,11 +261,11 @@ class Session:
                 self._loaded += sum(flags)
                 namespace.catalog.release(held, flags)
             else:
-                self._publish(held, flags, namespace)
+                self._publish(call_id, held, flags, namespace)
 
-    def _publish(self, held: Reservation, written: Sequence[bool], namespace: KeptNamespace) -> None:
+    def _publish(self, call_id: int, held: Reservation, written: Sequence[bool], namespace: KeptNamespace) -> None:
         keys = [held.keys[position] for position in held.positions]
-        void = {key for key in keys if self not in namespace.storing.get(key, ())}
+        void = {key for key in keys if (self, call_id) not in namespace.storing.get(key, ())}
         flags = [flag and key not in void for flag, key in zip(written, keys, strict=True)]
         self._stored += sum(flags)
         namespace.note_stored(self._number, [slot for slot, flag in zip(held.slots, flags, strict=True) if flag])
@@ -259,11 +273,11 @@ class Session:
         for key in void:  # Its engine believes that it is there.
             namespace.catalog.inventory.lost(key)
 
-    def _end_storing(self, keys: Sequence[OffloadKey], namespace: KeptNamespace) -> None:
+    def _end_storing(self, call_id: int, keys: Sequence[OffloadKey], namespace: KeptNamespace) -> None:
         for key in keys:
-            if self in (sessions := namespace.storing.get(key, [])):
-                sessions.pop()
-            if not sessions:
+            if (self, call_id) in (stores := namespace.storing.get(key, [])):
+                stores.remove((self, call_id))
+            if not stores:
                 namespace.storing.pop(key, None)
 
     async def _send_segments(self, namespace: KeptNamespace) -> None:
@@ -278,9 +292,12 @@ class Session:
             new = [segment for segment in segments if segment.first_slot not in self._sent]
             self._sent &= there
             fds: list[int] = []
+            own = [os.dup(segment.fd) for segment in new]  # One may be closed, and its number be another file's.
             try:
-                await api.in_thread(namespace.tier.lanes.scan, _open_again, new, fds)
+                await api.in_thread(self._keeper.lane, _open_again, own, fds)
             finally:  # A cancelled call's descriptors are sent, too.
+                for fd in own:
+                    os.close(fd)
                 for segment, fd in zip(new, fds, strict=False):
                     self._sent.add(segment.first_slot)
                     said = wire.SegmentSaid(segment.first_slot, segment.header.row_bytes, segment.header.slots)
@@ -302,31 +319,31 @@ class Keeper:
         self._opening = asyncio.Lock()
         self._sessions: set[Session] = set()
         self._numbers = count(1)
-        self._lane = api.Lanes(1, "kvtier-keeper")
+        self.lane = api.Lanes(1, "kvtier-keeper")
         self._ended = asyncio.Event()
         self._lingering: asyncio.TimerHandle | None = None
 
     async def run(self) -> None:
         """Serve until it is told to end, or until nobody has wanted it for long."""
         loop = asyncio.get_running_loop()
-        inode = await self._lane.run(self._place.inode)
+        inode = await self.lane.run(self._place.inode)
         self._linger()
         try:
-            while inode and await self._lane.run(self._place.inode) == inode:  # Else the root was removed.
+            while inode and await self.lane.run(self._place.inode) == inode:  # Else the root was removed.
                 loop.add_reader(self._listener, self._accept)
                 if await until(self._ended.wait(), LOOK_S):
                     break
         finally:
             for reader in (self._listener, 0):
                 loop.remove_reader(reader)
-            self._lane.submit(self._place.remove_socket, inode)
+            self.lane.submit(self._place.remove_socket, inode)
             self._listener.close()
             for session in list(self._sessions):
                 session.close()
             ends_at = loop.time() + 10.0
             for namespace in self._namespaces.values():
                 await namespace.aclose(ends_at)
-            await self._lane.aclose(1.0)
+            await self.lane.aclose(1.0)
 
     def end(self) -> None:
         self._ended.set()
@@ -384,13 +401,15 @@ class Keeper:
     def _accept(self) -> None:
         try:
             connected, _ = self._listener.accept()
-            if len(self._sessions) >= SESSIONS_MAX:
-                connected.close()
-                return
-            self._sessions.add(Session(self, next(self._numbers), connected))
-            self._linger()
         except OSError:  # There is no descriptor for it, and this would be called again at once.
             asyncio.get_running_loop().remove_reader(self._listener)
+            return None
+        with suppress(OSError):  # Its process has ended.
+            if len(self._sessions) < SESSIONS_MAX:
+                self._sessions.add(Session(self, next(self._numbers), connected))
+                return self._linger()
+        connected.close()
+        return None
 
     def _linger(self) -> None:
         if self._lingering is not None:
@@ -401,7 +420,7 @@ class Keeper:
     def _give_up(self) -> None:
         """End, unless an engine is just looking for its keeper."""
         loop = asyncio.get_running_loop()
-        locking = self._lane.submit(self._place.lock)
+        locking = self.lane.submit(self._place.lock)
         locking.add_done_callback(lambda lock: loop.call_soon_threadsafe(self._locked, lock.result()))
 
     def _locked(self, lock: int | None) -> None:
@@ -412,11 +431,11 @@ class Keeper:
         return self._linger()
 
 
-def _open_again(segments: Sequence[Segment], fds: list[int]) -> None:
-    """Open segments once more: a session's descriptors have no part in the keeper's locks. Blocks."""
-    for segment in segments:
-        flags = fcntl.fcntl(segment.fd, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_DIRECT)
-        fds.append(os.open(f"/proc/self/fd/{segment.fd}", flags | os.O_CLOEXEC))
+def _open_again(own: Sequence[int], fds: list[int]) -> None:
+    """Open files once more: a session's descriptors have no part in the keeper's locks. Blocks."""
+    for fd in own:
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_DIRECT)
+        fds.append(os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC))
 
 
 def _peer(connected: socket.socket) -> int:

@@ -4,6 +4,7 @@ The first engine that wants a keeper starts it, under a lock, with a socket that
 to be ready, and no second keeper takes the socket of a living one.
 """
 
+import errno
 import fcntl
 import os
 import socket
@@ -155,6 +156,9 @@ class Place(NamedTuple):
         fd = os.open(self.directory, os.O_PATH | os.O_DIRECTORY)
         with ExitStack() as undo:
             undo.callback(os.close, fd)
+            status = os.fstat(fd)
+            if self.name != NAME and (status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022):
+                raise PermissionError(errno.EPERM, "another user owns it, or may write there")
             made = undo.enter_context(socket.socket(socket.AF_UNIX))
             made.setblocking(False)  # With a full backlog it would wait.
             bind_or_connect(made, f"/proc/self/fd/{fd}/{self.name}.sock")

@@ -110,13 +110,13 @@ class LocalCatalog:
         space.capacity.count(table.segments)
         self._tier = tier
         self._wiping = Wiping(tier, table)
-        self._room = Room(tier, table, folder, self._wiping, space)
-        self._start = start(table, self._room)
+        self.room = Room(tier, table, folder, self._wiping, space)
+        self._start = start(table, self.room)
         self._begun = time.monotonic()
 
     def works(self) -> Sequence[Work]:
         """Return the tasks that go on beside calls."""
-        return *self._start.works(), self._wiping.run, self._room.run, self._room.run_losses
+        return *self._start.works(), self._wiping.run, self.room.run, self.room.run_losses
 
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         await self._are_known(keys)
@@ -168,7 +168,7 @@ class LocalCatalog:
         with ExitStack() as undo:
             undo.callback(self._wiping.written)
             undo.callback(table.in_use.unpin, keys)
-            slots = await self._room.take(len(keys), [key for key in dict.fromkeys(keys) if key not in table])
+            slots = await self.room.take(len(keys), [key for key in dict.fromkeys(keys) if key not in table])
             undo.callback(table.give_back, slots)
             allowed = await self._tier.allowed(len(slots))
             undo.pop_all()
@@ -178,8 +178,8 @@ class LocalCatalog:
             refusals.append(Refusal(range(allowed, len(slots)), "write_budget"))
         if len(slots) < len(keys):
             others = not all(segment.own for segment in self.segments.all)
-            scarce = self._tier.scarce(others=others, disk=self._room.disk_is_full)
-            refusals.append(Refusal(range(len(slots), len(keys)), scarce, self._room.error))
+            scarce = self._tier.scarce(others=others, disk=self.room.disk_is_full)
+            refusals.append(Refusal(range(len(slots), len(keys)), scarce, self.room.error))
         last_sequence = table.next_sequences(allowed, self._tier.clock_ns()) + allowed - 1
         return Reservation(keys, range(allowed), sorted(slots[:allowed]), last_sequence, refusals)
 
@@ -199,12 +199,12 @@ class LocalCatalog:
             else:
                 table.failed(key, slot)
         table.in_use.unpin(reservation.keys)
-        self._room.note_lost()
+        self.room.note_lost()
         self._wiping.written()
 
     def lost_names(self, segments: Iterable[Segment]) -> dict[Segment, OSError]:
         """Return why chunks in some segments will not be found by the next start. Blocks, in a lane."""
-        return self._room.errors(segments)
+        return self.room.errors(segments)
 
     async def delete(self, keys: Sequence[OffloadKey]) -> None:
         await self._start.done.wait()  # An older chunk that is not read yet would come back.
@@ -229,7 +229,7 @@ class LocalCatalog:
     def stop(self) -> None:
         """End the scan, and let calls go on that wait for it."""
         self._start.stop()
-        self._room.opened.set()
+        self.room.opened.set()
 
     async def aclose(self, ends_at: float) -> int:
         """Wipe what is left to wipe, and write a checkpoint, when no mover writes; return how many jobs are left."""

@@ -12,9 +12,9 @@ from typing import Any, Self
 from kvtier.backend import Advice, InventoryQueue, Occupancy, OffloadKey, pack_keys, unpack_keys
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
-from kvtier_backends.fs.layout import Counters, Work, until
+from kvtier_backends.fs.layout import Counters, Work
 from kvtier_backends.fs.segments import wire
-from kvtier_backends.fs.segments.catalog import SCAN_PATIENCE_S, Doubt, Judged, Lease, Refusal, Reservation
+from kvtier_backends.fs.segments.catalog import Doubt, Judged, Lease, Refusal, Reservation
 from kvtier_backends.fs.segments.segment import Header, Segment, Segments
 
 ANSWER_S = 10.0  # A keeper that does not answer for so long is stopped; its engines do without it.
@@ -42,7 +42,7 @@ class KeptCatalog:
         self.segments = Segments()
         self.inventory = InventoryQueue(held := set[OffloadKey]())
         self.is_lost = self.queue = False  # `queue`: see `wire.Welcome`.
-        self._held, self._hello, self._scanned = held, hello, asyncio.Event()
+        self._held, self._hello, self._scanned = held, hello, False
         self._capacity_bytes, self._counters = capacity_bytes, counters
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._heard, self._ids = 0, itertools.count(1)  # Messages, and numbers of calls.
@@ -72,7 +72,7 @@ class KeptCatalog:
 
     def _close(self) -> None:
         self._link.send(wire.End(0))
-        self._link.close()
+        self._link.close_when_sent()
         self._lose()
         for segment in self.segments.all:
             segment.forked()
@@ -86,8 +86,9 @@ class KeptCatalog:
         return 0
 
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-        if not self._scanned.is_set() and not all(key in self._held for key in keys):
-            await until(self._scanned.wait(), SCAN_PATIENCE_S)
+        """Answer from memory; the keeper's start is not over before the end of the scan, and it is asked."""
+        if not (self._scanned or all(key in self._held for key in keys)):
+            return list(map(bool, (await self._call("probe", keys)).own))
         if self.is_lost:
             raise KeeperGone
         return [key in self._held for key in keys]
@@ -173,7 +174,6 @@ class KeptCatalog:
     def _lose(self, error: Callable[[], BackendUnavailable] = KeeperGone) -> None:
         """End every call: the keeper is gone, or does not answer. One that goes on again reads what is sent still."""
         self.is_lost = True
-        self._scanned.set()
         for waiting in self._calls.values():
             if not waiting.done():
                 waiting.set_exception(error())
@@ -190,8 +190,10 @@ class KeptCatalog:
                 self._note(unpack_keys(message.keys), there=message.there)
                 if message.scanned is not None:
                     self.inventory.scan_ended(complete=message.scanned)
-                    self._scanned.set()
-            case wire.SegmentSaid(slots=0):  # Its slots are in no call of ours.
+                    self._scanned = True
+            case wire.SegmentSaid(
+                slots=0
+            ):  # No store has slots there. A load that does reads what is no chunk of its key.
                 segment = self.segments.of(message.first_slot)
                 self.segments.remove(segment)
                 segment.forked()

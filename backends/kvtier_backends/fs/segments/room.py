@@ -70,8 +70,9 @@ class Space:
         if len(self.rooms) < 2 or time.monotonic() < self._claim_at_s:
             return None
         self._claim_at_s = time.monotonic() + CLAIM_S
-        part_bytes = (self.capacity.limit_bytes or 0) // len(self.rooms)
-        coldest = coldest_of(room for room in self.rooms if room is taker or room.segments.used_bytes > part_bytes)
+        part_bytes = (self.capacity.limit_bytes or 0) // max(1, sum(room.is_used for room in self.rooms))
+        givers = [room for room in self.rooms if not room.is_used or room.segments.used_bytes > part_bytes]
+        coldest = coldest_of([taker, *givers])
         return None if coldest is taker else coldest
 
 
@@ -87,6 +88,7 @@ class Room:
     def __init__(
         self, tier: SlotTier, table: SlotTable, folder: SegmentFolder | PoolFolder, wiping: Wiping, space: Space
     ) -> None:
+        self.is_used = True  # An engine has its namespace: it keeps a part of the capacity.
         self.opened = asyncio.Event()  # Set when all segments that were there are known, and at the end.
         self.space = space
         self.changing = space.changing

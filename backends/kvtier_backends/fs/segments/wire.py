@@ -10,6 +10,7 @@ import socket
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 import msgspec
@@ -49,7 +50,7 @@ class Call(Message, frozen=True):
     """A call with a number, which an `Answer` has, too. A `report` needs no `Hello`."""
 
     id: int
-    kind: Literal["lease", "reserve", "delete", "judge", "report"]
+    kind: Literal["probe", "lease", "reserve", "delete", "judge", "report"]
     keys: PackedKeys
     doubts: list[Doubt] = []  # To be judged.
 
@@ -93,7 +94,7 @@ class Answer(Message, frozen=True):
     id: int
     slots: bytes = b""  # i64 each.
     numbers: bytes = b""  # Of a lease: sequence numbers, u64. Of a reservation: positions, then the last number.
-    own: bytes = b""  # Of a lease: 1 for each chunk that this session has stored.
+    own: bytes = b""  # Of a lease: 1 for each chunk that this session has stored. Of a probe: for each that is there.
     refusals: list[tuple[list[int], Scarce, int, str]] = []  # Positions, reason, and an error's number and text, or 0.
     verdicts: list[Judged] = []
     samples: Samples = []  # Of a report: metrics, without their prefix.
@@ -129,7 +130,8 @@ class Link:
     ) -> None:
         """Call `received` with each message of the type `accepted` and a function that takes its descriptor.
 
-        `lost` is called once, at the peer's end, and for a frame that is none; not after `close`.
+        `lost` is called once, at the peer's end, and for a frame that is none; not after `close`. At the peer's end the
+        link still sends: the peer may only have given up what this end does not read.
         """
         connected.setblocking(False)
         self.closed = False
@@ -140,6 +142,8 @@ class Link:
         self._descriptors: deque[int] = deque()
         self._unsent: deque[tuple[memoryview, int | None]] = deque()
         self._unsent_bytes = 0
+        self._closes = False  # Once all is sent.
+        self.drained = asyncio.Event()  # All is sent, or never will be.
         self.ending = False  # The peer takes no message any more; what it has sent is read to its end.
         self._loop.add_reader(connected, self._receive)
         let_go_in_forks(self)
@@ -154,10 +158,21 @@ class Link:
         self._unsent_bytes += len(frame)
         waits = bool(self._unsent)
         self._unsent.append((memoryview(frame), descriptor))
-        if self._unsent_bytes > UNSENT_BYTES_MAX:
-            self._end()
+        self.drained.clear()
+        if self._unsent_bytes > UNSENT_BYTES_MAX:  # What the peer says still is heard, until it ends the session.
+            self._forget_unsent()
+            with suppress(OSError):  # It has ended.
+                self._socket.shutdown(socket.SHUT_WR)
         elif not waits:
             self._flush()
+
+    def close_when_sent(self) -> None:
+        """Close the link once the peer has taken all, or has ended."""
+        self._closes = True
+        if self._unsent and not self.closed and not self._loop.is_closed():
+            self._loop.remove_reader(self._socket)
+        else:
+            self.close()
 
     def close(self) -> None:
         """Close the socket and every descriptor that nobody took; idempotent."""
@@ -181,6 +196,8 @@ class Link:
             if fd is not None:
                 os.close(fd)
         self._unsent.clear()
+        self.ending = True
+        self.drained.set()
 
     def _end(self) -> None:
         if not self.closed:
@@ -197,7 +214,6 @@ class Link:
                 self._loop.add_writer(self._socket, self._flush)
                 return
             except OSError:
-                self.ending = True
                 self._forget_unsent()
                 break
             for fd in fds:  # The peer has one of its own now.
@@ -208,6 +224,9 @@ class Link:
             else:
                 self._unsent.popleft()
         self._loop.remove_writer(self._socket)
+        self.drained.set()
+        if self._closes:
+            self.close()
 
     def _receive(self) -> None:
         try:
@@ -219,7 +238,8 @@ class Link:
         for _, _, descriptors in ancillary:
             self._descriptors += array("i", descriptors[: len(descriptors) // 4 * 4])
         if not content:
-            self._end()
+            self._loop.remove_reader(self._socket)
+            self._lost()
             return
         self._read += content
         try:
