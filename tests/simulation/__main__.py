@@ -29,22 +29,15 @@ def main(
     seeds: Annotated[int, typer.Option(min=1, max=SEEDS_MAX, help="How many to run.")] = 1_000,
     first: Annotated[int, typer.Option(min=0, max=FIRST_MAX, help="The first of them; the others follow it.")] = 0,
     jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = os.cpu_count() or 1,
-    hosts: Annotated[
-        bool, typer.Option("--hosts", help="Several engines each, that share a pool by a keeper.")
-    ] = False,
+    hosts: Annotated[bool, typer.Option("--hosts", help="Several engines each, sharing a pool.")] = False,
 ) -> None:
     """Run whole engines, or hosts of several, in virtual time under seeded faults, and print what they met."""
     begun, total, console = time.monotonic(), Summary(), Console()
-    play = simulate_host if hosts else simulate
+    work = partial(run_seeds, simulate=simulate_host if hosts else simulate)
     starts = range(first, first + seeds, SEEDS_A_JOB)
     batches = [range(start, min(start + SEEDS_A_JOB, first + seeds)) for start in starts]
     with get_context("spawn").Pool(jobs, quiet) as pool, suppress(KeyboardInterrupt):
-        for summary in track(
-            pool.imap_unordered(partial(run_seeds, simulate=play), batches),
-            "seeds",
-            len(batches),
-            console=Console(stderr=True),
-        ):
+        for summary in track(pool.imap_unordered(work, batches), "seeds", len(batches), console=Console(stderr=True)):
             total.add(summary)
     table = Table("what", "how often", title=f"{total.seeds:,} seeds, {len(total.failures):,} failed")
     table.columns[1].justify = "right"

@@ -5,7 +5,6 @@ slot is another's is found by the chunks' own footers.
 """
 
 import asyncio
-import hashlib
 import os
 import random
 import time
@@ -22,22 +21,20 @@ from kvtier_backends.fs.host.keeper import Keeper
 from kvtier_backends.fs.host.meeting import Place
 from kvtier_backends.fs.options import MemoryOptions
 from kvtier_backends.fs.segments import room, wire
-from tests.simulation.machine import PROCESS, Killed, Listener, Machine, MachineLoop, Process, SimulatedLanes
+from tests.simulation.machine import PROCESS, End, Killed, Listener, Machine, MachineLoop, Process, SimulatedLanes
 from tests.simulation.scenario import POLICIES, ROW_BYTES
 from tests.simulation.witness import chunk_of
-from tests.simulation.world import SimulationFailed, Verdict
+from tests.simulation.world import Verdict, errors_of, failed
 
 SEGMENT_BYTES = 32 << 10
 SLOT_BYTES = 2 * ROW_BYTES
-PATIENCE_S = 300.0  # Of virtual time: a call that takes longer never ends.
-SETTLING_S = 100.0  # Longer than anything is stopped, hangs or is believed.
+PATIENCE_S = 300.0  # After so much virtual time a call counts as hung.
+SETTLING_S = 100.0  # No process is stopped, and no call hangs, for longer.
 LOCK = "kvtier-simulated-lock"
-LIVES_MAX = 3  # Of an engine that is killed.
+LIVES_MAX = 3  # A killed engine is started again twice.
 
 
 class Habits(NamedTuple):
-    """How one engine uses its tier."""
-
     model: str
     begins_s: float
     workers: int
@@ -75,10 +72,27 @@ def draw(seed):
     return dice, keys, options, habits, faults
 
 
+class Calls:
+    """Calls of all engines, by model and key."""
+
+    def __init__(self):
+        self.under_way, self._begun = Counter(), Counter()
+
+    def begin(self, named):
+        self.under_way.update(named)
+        self._begun.update(named)
+
+    def quiet(self, named):
+        """Return the names without a call under way, with the number of calls that have begun."""
+        return {name: self._begun[name] for name in named if not self.under_way[name]}
+
+    def none_since(self, quiet):
+        """Return the names that were quiet and for which no call has begun since."""
+        return {name for name, begun in quiet.items() if self._begun[name] == begun}
+
+
 class Host:
     """One seed's host. It is its pool's place, too."""
-
-    directory = name = "simulated"
 
     def __init__(self, seed):
         self.counts = Counter()
@@ -88,21 +102,19 @@ class Host:
         self.linger_s = self.dice.choice((0.5, 300.0))
         self.is_roomy = self.options.capacity_bytes > 5 * SEGMENT_BYTES
         self.keeper = self.listener = None
-        self.storing, self.deletes, self.absent, self.promised = Counter(), Counter(), set(), set()  # By model and key.
-        self.stores, self.deleting = Counter(), Counter()
+        self.stores, self.deletes = Calls(), Calls()
+        self.absent, self.promised = set(), set()  # By model and key.
         self.resting, self.all_rest = set(), asyncio.Event()
 
     # The pool's place, as a keeper and its engines know it.
 
-    def __str__(self):
-        return self.name
-
     def meet(self):
         if self.listener is None or self.listener.closed:
             self._start_keeper()
-        ends = self.machine.pair(PROCESS.get(), self.listener.process)
-        self.listener.put(ends[1])
-        return ends[0]
+        ours, theirs = End(self.machine, PROCESS.get()), End(self.machine, self.listener.process)
+        ours.peer, theirs.peer = theirs, ours
+        self.listener.put(theirs)
+        return ours
 
     def inode(self):
         return id(self.listener)
@@ -114,7 +126,7 @@ class Host:
         return os.memfd_create(LOCK)
 
     def _start_keeper(self):
-        process = Process(self.machine, "keeper", self._bury)
+        process = Process(self.machine, "keeper", self._bury_keeper)
         self.listener = Listener(self.machine, process)
         process.begin(self._keep(process, self.listener))
 
@@ -129,7 +141,7 @@ class Host:
             self.promised.clear()
         process.kill()
 
-    def _bury(self, process):
+    def _bury_keeper(self, process):
         """Close what the kernel closes of a keeper."""
         keeper = process.keeper
         for session in list(keeper._sessions):
@@ -172,7 +184,7 @@ class Host:
         """Wait until all engines rest; then there are no faults any more, and everything settles."""
         self.resting.add(number)
         if len(self.resting) == len(self.habits):
-            self.machine.faults.clear()
+            self.machine.end_faults()
             self.all_rest.set()
         await self.all_rest.wait()
         await asyncio.sleep(SETTLING_S)
@@ -180,7 +192,7 @@ class Host:
     def _bury_engine(self, process):
         if process.tier is not None:
             assert process.tier.counters().corrupt == {}, process.tier.counters().corrupt
-            self.storing.subtract(process.storing)
+            self.stores.under_way.subtract(process.storing)
             process.tier._lives.close()
             process.tier._lives.now.close_files()
 
@@ -232,19 +244,17 @@ class Host:
         writes = [api.Write(key, memoryview(chunk_of(key, ROW_BYTES))) for key in keys]
         named = [(model, key) for key in keys]
         self.absent.difference_update(named)
-        self.storing.update(named)
-        PROCESS.get().storing.update(named)
-        self.stores.update(named)
-        keeper, deletes = self.keeper, [self.deletes[name] for name in named]
+        process, keeper, quiet = PROCESS.get(), self.keeper, self.deletes.quiet(named)
+        self.stores.begin(named)
+        process.storing.update(named)
         outcomes = await tier.store(writes)
-        self.storing.subtract(named)  # What ends otherwise may be published until its process has ended.
-        PROCESS.get().storing.subtract(named)
-        is_kept = keeper is self.keeper and not (self.listener.closed or PROCESS.get().is_cut)
-        for name, outcome, count in zip(named, outcomes, deletes, strict=True):
-            assert outcome is None or isinstance(outcome, api.NoSpace), outcome
-            self.counts["stored" if outcome is None else "no room"] += 1
-            if outcome is None and is_kept and self.deletes[name] == count and not self.deleting[name]:
-                self.promised.add(name)
+        self.stores.under_way.subtract(named)  # What ends otherwise may be published until its process has ended.
+        process.storing.subtract(named)
+        assert all(outcome is None or isinstance(outcome, api.NoSpace) for outcome in outcomes), outcomes
+        stored = {name for name, outcome in zip(named, outcomes, strict=True) if outcome is None}
+        self.counts.update("no room" if outcome else "stored" for outcome in outcomes)
+        if keeper is self.keeper and not (self.listener.closed or process.is_cut):
+            self.promised |= stored & self.deletes.none_since(quiet)
 
     async def _load(self, tier, model, keys):
         reads = [api.Read(key, memoryview(bytearray(ROW_BYTES))) for key in keys]
@@ -259,14 +269,12 @@ class Host:
 
     async def _delete(self, tier, model, keys):
         named = {(model, key) for key in keys}
-        self.deletes.update(named)
-        self.deleting.update(named)
+        quiet = self.stores.quiet(named)
+        self.deletes.begin(named)
         self.promised -= named
-        stores = {name: self.stores[name] for name in named if not self.storing[name]}
         await tier.delete(keys)
-        self.deletes.update(named)
-        self.deleting.subtract(named)
-        self.absent |= {name for name in stores if self.stores[name] == stores[name]}
+        self.deletes.under_way.subtract(named)
+        self.absent |= self.stores.none_since(quiet)
         self.counts["deletes"] += 1
         await asyncio.sleep(0.1)
         await self._load(tier, model, keys)
@@ -310,10 +318,9 @@ class Host:
 def simulate(seed):
     """Run one seed. Raises `SimulationFailed` if any promise was broken."""
     descriptors = open_files()
-    errors = []
     with asyncio.Runner(loop_factory=MachineLoop) as runner, ExitStack() as patches:
         loop = runner.get_loop()
-        loop.set_exception_handler(lambda _, context: errors.append(context.get("exception") or context["message"]))
+        errors = errors_of(loop)
         for owner, name, stand_in in (
             (api, "Lanes", SimulatedLanes),
             (lanes, "Lanes", SimulatedLanes),
@@ -324,16 +331,13 @@ def simulate(seed):
             patches.enter_context(mock.patch.object(owner, name, stand_in))
         try:
             host = runner.run(_run(seed))
-            errors = [error for error in errors if not isinstance(error, Killed)]
-            assert not errors, errors
+            others = [error for error in errors if not isinstance(error, Killed)]
+            assert not others, others
             left = sorted(open_files() - descriptors)
             assert not left, f"left open: {left}"
         except Exception as error:
-            again = f"python -m tests.simulation --hosts --first {seed} --seeds 1"
-            raise SimulationFailed(f"seed {seed}: {type(error).__name__}: {error}\n  again: {again}") from error
-        virtual_s = loop.time()
-    story = repr((sorted(host.counts.items()), virtual_s)).encode()
-    return Verdict(seed, hashlib.sha256(story).hexdigest()[:16], host.counts, virtual_s)
+            raise failed(seed, error, "--hosts ") from error
+        return Verdict.of(seed, host.counts, [loop.time()])
 
 
 def open_files():

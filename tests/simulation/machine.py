@@ -21,7 +21,7 @@ from kvtier.errors import BackendClosed
 from kvtier.testing.virtual_time import VirtualTimeLoop
 from tests.simulation.turns import TURNS_AT_ONE_MOMENT_MAX
 
-BUFFER_BYTES = 4_096  # Of a socket: what is sent beyond waits.
+BUFFER_BYTES = 4_096  # A keeper's socket takes so much; the rest waits.
 HANG_S = 30.0
 PROCESS: ContextVar["Process"] = ContextVar("process")
 
@@ -72,7 +72,7 @@ class MachineLoop(VirtualTimeLoop):
 
 
 class Machine:
-    """Its processes, and the faults of its messages."""
+    """The loop, dice and faults that the processes of one machine share."""
 
     def __init__(self, dice, faults):
         """`faults`: by the number of a message, what happens to which side of it."""
@@ -84,15 +84,9 @@ class Machine:
     def latency_s(self):
         return self.dice.choice((0.0, 0.0001, self.slow_s))
 
-    def pair(self, one, other):
-        """Return the two ends of a connection between two processes."""
-        ends = End(self, one), End(self, other)
-        ends[0].peer, ends[1].peer = reversed(ends)
-        return ends
-
-    def fault(self):
-        self.messages += 1
-        return self.faults.pop(self.messages, None)
+    def end_faults(self):
+        self.faults.clear()
+        self.hangs = 0.0
 
 
 class Process:
@@ -211,7 +205,8 @@ class End:
         cut = self.machine.dice.random() < 0.05
         content = content[: min(room, self.machine.dice.randint(1, len(content)) if cut else room)]
         sent = len(content) * (not process.is_cut)
-        fault = self.machine.fault()
+        self.machine.messages += 1
+        fault = self.machine.faults.pop(self.machine.messages, None)
         if fault is not None and sent:
             side, act = fault
             victim = process if side == "sender" else self.peer.process
@@ -257,7 +252,7 @@ class End:
             self.peer.put(None)
 
     def wake(self):
-        """Have what is due read, and what has room for it written."""
+        """Schedule the reader if something is to be read, and the peer's writer if there is room."""
         waits = self._timer is not None or self.reader is None or self.closed or self.process.stops
         if self._inbox and not waits:
             self._timer = self.machine.loop.call_at(self._inbox[0][0], self._ready, context=self.process.context)

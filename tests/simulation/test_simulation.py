@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import logging
 import os
 import re
 import subprocess
@@ -21,12 +20,6 @@ from tests.simulation.turns import LongTurn
 from tests.simulation.world import _World, run_seeds
 
 FORKED_WITH_A_STEP_DUE = range(10_000_266, 10_000_267)
-
-
-@pytest.fixture(autouse=True)
-def quiet(caplog):
-    """Keep the faults that a seed asks for out of the log."""
-    caplog.set_level(logging.CRITICAL, "kvtier")
 
 
 @pytest.mark.parametrize("seeds", [range(10), FORKED_WITH_A_STEP_DUE], ids=str)

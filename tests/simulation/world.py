@@ -31,11 +31,30 @@ class SimulationFailed(KVTierError):
     """Something was true that must never be. The message names the seed, and how to see it again."""
 
 
+def failed(seed, error, options=""):
+    again = f"python -m tests.simulation {options}--first {seed} --seeds 1"
+    return SimulationFailed(f"seed {seed}: {type(error).__name__}: {error}\n  again: {again}")
+
+
 class Verdict(NamedTuple):
     seed: int
     digest: str  # Of everything that was counted and of when it happened: the same seed, the same digest.
     counts: Counter[str]
     virtual_s: float
+
+    @classmethod
+    def of(cls, seed, counts, times):
+        story = repr((sorted(counts.items()), times)).encode()
+        return cls(seed, hashlib.sha256(story).hexdigest()[:16], counts, sum(times))
+
+
+def errors_of(loop):
+    """Return a list to which the loop adds what no task raises."""
+    errors = []
+    loop.set_exception_handler(
+        lambda _, context: errors.append(context.get("exception") or AssertionError(context["message"]))
+    )
+    return errors
 
 
 def simulate(seed):
@@ -58,8 +77,7 @@ def _simulate(seed):
             world.live()
             world.check_promises()
         except Exception as error:
-            again = f"python -m tests.simulation --first {seed} --seeds 1"
-            raise SimulationFailed(f"seed {seed}: {type(error).__name__}: {error}\n  again: {again}") from error
+            raise failed(seed, error) from error
         finally:
             world.clear()
         return world.verdict()
@@ -126,16 +144,12 @@ class _World:
     def verdict(self):
         for book in self._books:
             self._counts.update(book.counts)
-        story = repr((sorted(self._counts.items()), self._times)).encode()
-        return Verdict(self._scenario.seed, hashlib.sha256(story).hexdigest()[:16], self._counts, sum(self._times))
+        return Verdict.of(self._scenario.seed, self._counts, self._times)
 
     def _run(self, work):
-        errors = []
         with asyncio.Runner(loop_factory=TurningLoop) as runner:
             loop = runner.get_loop()
-            loop.set_exception_handler(
-                lambda _, context: errors.append(context.get("exception") or AssertionError(context["message"]))
-            )
+            errors = errors_of(loop)
             try:
                 runner.run(work)
             finally:

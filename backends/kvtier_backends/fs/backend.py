@@ -377,11 +377,14 @@ async def _shared_life(
             wire.PROTOCOL, "fs" if on_disk else "memory", common_options(options), mapper.namespace, row_bytes,
             context.retained_share, f"{context.name} of process {pid}",
         )  # fmt: skip
-        about = hello, options.capacity_bytes, counters
+
+        async def join() -> KeptCatalog:
+            return await KeptCatalog(await lanes.scan.run(place.meet), hello, options.capacity_bytes, counters).opened()
+
         try:
-            catalog = await KeptCatalog(await lanes.scan.run(place.meet), *about).opened()
+            catalog = await join()
         except KeeperGone:  # It was about to end, and another is met now.
-            catalog = await KeptCatalog(await lanes.scan.run(place.meet), *about).opened()
+            catalog = await join()
     except BaseException:
         lanes.let_go()
         raise

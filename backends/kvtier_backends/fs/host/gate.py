@@ -1,4 +1,4 @@
-"""The keeper's gate: it deals the device's width to sessions by bytes, loads before stores, which keep a small part.
+"""The keeper's gate: it deals the device's width to sessions by bytes. Loads go first, up to a limit if stores wait.
 
 Start-time fair queueing (Goyal, Vin, Cheng 1996): a batch's tag is its session's last end or the time of the queue,
 whichever is later, and the least tag goes first. So a light session never waits behind what heavy ones have queued.

@@ -264,7 +264,7 @@ class Session:
                 self._publish(call_id, held, flags, namespace)
 
     def _publish(self, call_id: int, held: Reservation, written: Sequence[bool], namespace: KeptNamespace) -> None:
-        keys = [held.keys[position] for position in held.positions]
+        keys = held.slot_keys
         void = {key for key in keys if (self, call_id) not in namespace.storing.get(key, ())}
         flags = [flag and key not in void for flag, key in zip(written, keys, strict=True)]
         self._stored += sum(flags)
@@ -324,12 +324,12 @@ class Keeper:
         self._lingering: asyncio.TimerHandle | None = None
 
     async def run(self) -> None:
-        """Serve until it is told to end, or until nobody has wanted it for long."""
+        """Serve until `end` is called, or until there was no session for long."""
         loop = asyncio.get_running_loop()
         inode = await self.lane.run(self._place.inode)
         self._linger()
         try:
-            while inode and await self.lane.run(self._place.inode) == inode:  # Else the root was removed.
+            while inode and await self.lane.run(self._place.inode) == inode:  # Until the root is removed.
                 loop.add_reader(self._listener, self._accept)
                 if await until(self._ended.wait(), LOOK_S):
                     break
@@ -403,13 +403,13 @@ class Keeper:
             connected, _ = self._listener.accept()
         except OSError:  # There is no descriptor for it, and this would be called again at once.
             asyncio.get_running_loop().remove_reader(self._listener)
-            return None
+            return
         with suppress(OSError):  # Its process has ended.
             if len(self._sessions) < SESSIONS_MAX:
                 self._sessions.add(Session(self, next(self._numbers), connected))
-                return self._linger()
+                self._linger()
+                return
         connected.close()
-        return None
 
     def _linger(self) -> None:
         if self._lingering is not None:

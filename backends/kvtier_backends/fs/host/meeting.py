@@ -106,7 +106,7 @@ class Place(NamedTuple):
                 self.connect().close()
                 return None
             return self.listen()
-        except BlockingIOError:  # It is there, and accepts nobody.
+        except BlockingIOError:  # It is there, and its backlog is full.
             return None
         finally:
             fcntl.flock(lock, fcntl.LOCK_UN)  # A process that another thread forks meanwhile has it, too.
@@ -126,7 +126,7 @@ class Place(NamedTuple):
         """Keep engines from starting another keeper while this descriptor is open; None if one is about to."""
         try:
             return self._locked()
-        except OSError:  # The directory is gone, and no engine meets anybody there.
+        except OSError:  # The directory is gone, and no engine meets a keeper there.
             return os.open(os.devnull, os.O_RDONLY)
 
     def inode(self) -> tuple[int, int] | None:

@@ -73,6 +73,11 @@ class Reservation(NamedTuple):
     refusals: Sequence[Refusal]
     id: int = 0  # In its session.
 
+    @property
+    def slot_keys(self) -> list[OffloadKey]:
+        """The keys of the chunks that have a slot, in the order of `slots`."""
+        return [self.keys[position] for position in self.positions]
+
     def sequence(self, index: int) -> int:
         return self.last_sequence - index
 
@@ -189,7 +194,7 @@ class LocalCatalog:
         With `told` unset, the caller was cancelled: the inventory tells what was stored.
         """
         table, now_ns = self.table, self._tier.clock_ns()
-        keys = [reservation.keys[position] for position in reservation.positions]
+        keys = reservation.slot_keys
         for index in range(len(keys) - 1, -1, -1):  # The tail first: used last, the head is evicted last.
             key, slot = keys[index], reservation.slots[index]
             if written[index]:

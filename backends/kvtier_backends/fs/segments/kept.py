@@ -120,11 +120,11 @@ class KeptCatalog:
         self._link.send(wire.End(reservation.id, bytes(written)))
         if told and (self.is_lost or self._link.ending):
             raise KeeperGone
-        for position, is_written in zip(reservation.positions, written, strict=True):
+        for key, is_written in zip(reservation.slot_keys, written, strict=True):
             if is_written:
-                self._held.add(reservation.keys[position])
+                self._held.add(key)
                 if not told:
-                    self.inventory.added(reservation.keys[position])
+                    self.inventory.added(key)
 
     def lost_names(self, segments: Iterable[Segment]) -> dict[Segment, OSError]:
         if self._hello.kind == "memory":
@@ -191,9 +191,7 @@ class KeptCatalog:
                 if message.scanned is not None:
                     self.inventory.scan_ended(complete=message.scanned)
                     self._scanned = True
-            case wire.SegmentSaid(
-                slots=0
-            ):  # No store has slots there. A load that does reads what is no chunk of its key.
+            case wire.SegmentSaid(slots=0):  # No store has slots there; a load that reads there misses its chunk.
                 segment = self.segments.of(message.first_slot)
                 self.segments.remove(segment)
                 segment.forked()

@@ -94,7 +94,7 @@ class Answer(Message, frozen=True):
     id: int
     slots: bytes = b""  # i64 each.
     numbers: bytes = b""  # Of a lease: sequence numbers, u64. Of a reservation: positions, then the last number.
-    own: bytes = b""  # Of a lease: 1 for each chunk that this session has stored. Of a probe: for each that is there.
+    own: bytes = b""  # A lease's chunks: 1 if this session has stored it. A probe's: 1 if it is there.
     refusals: list[tuple[list[int], Scarce, int, str]] = []  # Positions, reason, and an error's number and text, or 0.
     verdicts: list[Judged] = []
     samples: Samples = []  # Of a report: metrics, without their prefix.
@@ -199,11 +199,6 @@ class Link:
         self.ending = True
         self.drained.set()
 
-    def _end(self) -> None:
-        if not self.closed:
-            self.close()
-            self._lost()
-
     def _flush(self) -> None:
         while self._unsent:
             rest, descriptor = self._unsent[0]
@@ -245,7 +240,9 @@ class Link:
         try:
             self._take_frames()
         except (msgspec.MsgspecError, IndexError, ValueError, KeyError):  # Not a peer of ours.
-            self._end()
+            if not self.closed:
+                self.close()
+                self._lost()
 
     def _take_frames(self) -> None:
         at = 0
