@@ -57,7 +57,7 @@ def alone(own_pool, opened_alone, lender):
         pool = own_pool(client_ttl_s=client_ttl_s)
         owner, *_ = [pool.add_owner() for _ in range(owners)]
         tier, keys = await opened_alone(pool, **fields), keys_of(chunks)
-        await lender.keep(tier, keys)
+        await recovers(tier, lender, keys)  # A machine may stall for longer than the tests' time-outs.
         return Alone(pool, owner, tier, keys)
 
     return alone
@@ -138,8 +138,8 @@ async def test_a_hung_call_delays_no_load_of_other_chunks(alone, opened_alone, l
     pool, owner, _, keys = await alone(16, client_ttl_s=60, owners=2)
     tier = await opened_alone(pool, timeout_s=0.3)
     owner.signal(signal.SIGSTOP)
-    assert {type(outcome) for outcome in await tier.load(lender.reads(keys))} == {TransferFailed}
-    assert tier._threads._under_way, "the call hangs"
+    while not tier._threads._under_way:  # A stall may outlast Mooncake's own time-out, too.
+        assert {type(outcome) for outcome in await tier.load(lender.reads(keys))} == {TransferFailed}
     found = [await lender.recall(tier, [key]) for key in keys]
     assert sum(one == [label(key)] for one, key in zip(found, keys, strict=True)) > 0, found
     assert all(one in ([label(key)], ["TransferFailed"]) for one, key in zip(found, keys, strict=True))
@@ -238,6 +238,7 @@ async def test_a_call_waits_its_time_for_a_turn_and_then_has_its_time(alone, len
         return get(*arguments)
 
     monkeypatch.setattr(PoolClient, "get", slow)
+    entered.clear()
     found = await asyncio.gather(*(lender.recall(tier, [key]) for key in keys))
     in_time = [outcome for outcome in found if outcome != ["TransferFailed"]]  # The threads decide which two.
     assert len(in_time) == 2
