@@ -34,14 +34,14 @@ class InventoryQueue:
         self._closed = False
         self._changed = asyncio.Event()  # Something for the consumer, or the end.
 
-    def added(self, key: OffloadKey) -> None:
+    def added(self, *keys: OffloadKey) -> None:
         if self._wanted:
-            self._added.append(key)
+            self._added += keys
             self._changed.set()
 
-    def lost(self, key: OffloadKey) -> None:
+    def lost(self, *keys: OffloadKey) -> None:
         if self._wanted:
-            self._lost.append(key)
+            self._lost += keys
             self._changed.set()
 
     def scan_ended(self, *, complete: bool) -> None:

@@ -103,12 +103,12 @@ class Engines:
 
 
 def keeper_seconds(folder):
-    ticks = 0
+    spent_ns = 0
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if b"host.keeper" in (command := (process / "cmdline").read_bytes()) and bytes(folder) in command:
-                ticks += sum(map(int, (process / "stat").read_text().rpartition(") ")[2].split()[11:13]))
-    return ticks / os.sysconf("SC_CLK_TCK")
+                spent_ns += sum(int(thread.read_text().split()[0]) for thread in process.glob("task/*/schedstat"))
+    return spent_ns / 1e9
 
 
 def rates(kind, folder, engines, row_bytes, rounds, chance):

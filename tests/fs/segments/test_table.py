@@ -159,13 +159,14 @@ class CatalogMachine(RuleBasedStateMachine):
     def kill(self):
         """Whatever was under way is cut short; a start finds footers and nothing else."""
         newest = self.disk.newest()
-        before = {key: self.table.sequence(slot) for key in keys_of(KEYS) if (slot := self.table.slot(key)) is not None}
+        of, sequences = self.table.index.of, self.table.sequences
+        before = {key: sequences[of[key]] for key in keys_of(KEYS) if key in of}
         for key, sequence in before.items():
             assert newest[key] >= sequence, "an older chunk would come back"
         self.table, self.stores, self.deleting, self.in_use = self.started(), [], set(), {}
         for key in keys_of(KEYS):
             slot = self.table.slot(key)
-            assert (None if slot is None else self.table.sequence(slot)) == newest.get(key)
+            assert (None if slot is None else self.table.sequences[slot]) == newest.get(key)
             if key in newest and key in self.least:
                 assert newest[key] >= self.least[key], "what was stored later was lost to what was before"
 
@@ -183,8 +184,8 @@ class CatalogMachine(RuleBasedStateMachine):
         for key in keys_of(KEYS):
             slot = self.table.slot(key)
             if slot is not None:
-                assert self.disk.footers[slot] == (key, self.table.sequence(slot))
-                assert self.table.sequence(slot) >= self.least.get(key, 0), "an older chunk has replaced a later one"
+                assert self.disk.footers[slot] == (key, self.table.sequences[slot])
+                assert self.table.sequences[slot] >= self.least.get(key, 0), "an older chunk has replaced a later one"
 
 
 TestCatalog = CatalogMachine.TestCase

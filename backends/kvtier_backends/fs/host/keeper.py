@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from itertools import count
+from itertools import compress, count
 from typing import Any
 
 import msgspec
@@ -47,15 +47,15 @@ class KeptNamespace:
     def __init__(self, tier: SlotTier, catalog: LocalCatalog, close_files: Callable[[], None]) -> None:
         self.tier, self.catalog, self._close_files = tier, catalog, close_files
         self.sessions: dict[Session, bool] = {}  # True once a session knows every key.
-        self.storing: dict[OffloadKey, list[tuple[Session, int]]] = {}
+        self.storing: dict[OffloadKey, tuple[tuple[Session, int], ...]] = {}
         """The session that stores a key, and its calls: no other may. A delete voids them."""
         self._stored_by = array("I")  # By slot: the session that stored its chunk, 0 for an earlier one.
         self._background = Background()
         self._background.begin("keeper", (*catalog.works(), self._report))
 
     def stored_by(self, session: int, slots: Sequence[int]) -> bytes:
-        by = self._stored_by
-        return bytes(0 <= slot < len(by) and by[slot] == session for slot in slots)
+        by, known = self._stored_by, range(len(self._stored_by))
+        return bytes([slot in known and by[slot] == session for slot in slots])
 
     def note_stored(self, session: int, slots: Sequence[int]) -> None:
         if slots and slots[-1] >= len(self._stored_by):
@@ -82,24 +82,24 @@ class KeptNamespace:
         self.sessions.pop(session, None)
         self.catalog.room.is_used = bool(self.sessions)
 
-    def report(self) -> None:
-        """Tell all sessions at once what is not told yet."""
+    def report(self, to: "Session") -> None:
+        """Tell a session at once what is not told yet, and the others soon."""
         for event in self.catalog.inventory.pending():
-            self._tell(event)
+            self._tell(event, to)
 
     async def _report(self) -> None:
         async for event in self.catalog.inventory.watch():
             self._tell(event)
-            await asyncio.sleep(0)  # All that has expired may be millions of keys: sessions read meanwhile.
+            await asyncio.sleep(wire.SOON_S)  # All that has expired may be millions of keys: sessions read meanwhile.
 
-    def _tell(self, event: api.InventoryEvent) -> None:
+    def _tell(self, event: api.InventoryEvent, at_once: "Session | None" = None) -> None:
         if isinstance(event, api.ScanDone):
             said = wire.Inventory(pack_keys(()), there=True, scanned=event.complete)
         else:
             said = wire.Inventory(pack_keys(event.keys), isinstance(event, api.Added))
         for session, is_introduced in self.sessions.items():
             if is_introduced or said.scanned is None:
-                session.link.send(said)
+                session.link.send(said, soon=session is not at_once)
 
     async def aclose(self, ends_at: float) -> None:
         self.catalog.stop()
@@ -205,10 +205,9 @@ class Session:
                     try:
                         await catalog.delete(keys)
                     finally:
-                        for key in keys:  # Those that are gone are reported.
-                            catalog.inventory.lost(key)
+                        catalog.inventory.lost(*keys)  # Those that are gone are reported.
                     answer = wire.Answer(call.id)
-            namespace.report()
+            namespace.report(self)
             await self._send_segments(namespace)
         except (BackendError, OSError) as error:
             self._end(call.id, b"")
@@ -227,8 +226,7 @@ class Session:
         storing = namespace.storing
         wanted = [place for place, key in enumerate(keys) if key not in storing or storing[key][0][0] is self]
         free, busy = [keys[place] for place in wanted], sorted({*range(len(keys))} - {*wanted})
-        for key in free:
-            storing.setdefault(key, []).append((self, call_id))
+        storing.update({key: (*storing.get(key, ()), (self, call_id)) for key in free})
         with ExitStack() as at_end:
             at_end.callback(self._end_storing, call_id, free, namespace)
             at_end.callback(await self._turn(len(free), namespace, is_store=True))
@@ -256,7 +254,7 @@ class Session:
             return
         with at_end:
             count = len(held.keys if isinstance(held, Lease) else held.slots)
-            flags = [bool(flag) for flag in done] if len(done) == count else [False] * count
+            flags = list(map(bool, done)) if len(done) == count else [False] * count
             if isinstance(held, Lease):
                 self._loaded += sum(flags)
                 namespace.catalog.release(held, flags)
@@ -268,17 +266,17 @@ class Session:
         void = {key for key in keys if (self, call_id) not in namespace.storing.get(key, ())}
         flags = [flag and key not in void for flag, key in zip(written, keys, strict=True)]
         self._stored += sum(flags)
-        namespace.note_stored(self._number, [slot for slot, flag in zip(held.slots, flags, strict=True) if flag])
+        namespace.note_stored(self._number, list(compress(held.slots, flags)))
         namespace.catalog.publish(held, flags, told=False)
-        for key in void:  # Its engine believes that it is there.
-            namespace.catalog.inventory.lost(key)
+        namespace.catalog.inventory.lost(*void)  # Its engine believes that they are there.
 
     def _end_storing(self, call_id: int, keys: Sequence[OffloadKey], namespace: KeptNamespace) -> None:
+        storing, own = namespace.storing, (self, call_id)
         for key in keys:
-            if (self, call_id) in (stores := namespace.storing.get(key, [])):
-                stores.remove((self, call_id))
-            if not stores:
-                namespace.storing.pop(key, None)
+            if (stores := storing.get(key, ())) == (own,):
+                del storing[key]
+            elif own in stores:
+                storing[key] = tuple(other for other in stores if other != own)
 
     async def _send_segments(self, namespace: KeptNamespace) -> None:
         """Tell the session of segments that were made or removed since."""

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from enum import IntEnum
+from itertools import compress, filterfalse, repeat
 from typing import NamedTuple
 
 from kvtier.backend import Advice, InventoryQueue, Occupancy, OffloadKey
@@ -134,8 +135,8 @@ class LocalCatalog:
         if table.has_candidate(keys):  # A later chunk of the key may lie in a segment that is not read yet.
             await self._is_scanned()
         table.in_use.pin(keys)
-        slots = [NO_SLOT if (slot := table.slot(key)) is None else slot for key in keys]
-        return Lease(keys, slots, [0 if slot < 0 else table.sequence(slot) for slot in slots])
+        slots = list(map(table.index.of.get, keys, repeat(NO_SLOT)))
+        return Lease(keys, slots, [0 if slot < 0 else table.sequences[slot] for slot in slots])
 
     async def judge(self, doubts: Sequence[Doubt]) -> Sequence[Judged]:
         """Return where each chunk is, while its lease is in force; drop corrupt chunks."""
@@ -146,8 +147,8 @@ class LocalCatalog:
         now = table.slot(key)
         if now is None:
             return Verdict.GONE, NO_SLOT, 0
-        if now != slot or table.sequence(now) != sequence:
-            return Verdict.MOVED, now, table.sequence(now)
+        if now != slot or table.sequences[now] != sequence:
+            return Verdict.MOVED, now, table.sequences[now]
         if fault is None:
             return Verdict.STAYS, NO_SLOT, 0
         if table.is_candidate(slot) or table.is_foreign(slot):
@@ -160,8 +161,7 @@ class LocalCatalog:
 
     def release(self, lease: Lease, loaded: Sequence[bool]) -> None:
         """End a lease; a loaded chunk counts as used. Never waits, so that a cancelled call can do it."""
-        used = [key for key, is_loaded in zip(lease.keys, loaded, strict=True) if is_loaded]
-        self.table.index.use(used, self._tier.clock_ns())
+        self.table.index.use(compress(lease.keys, loaded), self._tier.clock_ns())
         self.table.in_use.unpin(lease.keys)
         self._wiping.check()
 
@@ -173,7 +173,7 @@ class LocalCatalog:
         with ExitStack() as undo:
             undo.callback(self._wiping.written)
             undo.callback(table.in_use.unpin, keys)
-            slots = await self.room.take(len(keys), [key for key in dict.fromkeys(keys) if key not in table])
+            slots = await self.room.take(len(keys), list(filterfalse(table.index.of.__contains__, dict.fromkeys(keys))))
             undo.callback(table.give_back, slots)
             allowed = await self._tier.allowed(len(slots))
             undo.pop_all()
@@ -199,10 +199,10 @@ class LocalCatalog:
             key, slot = keys[index], reservation.slots[index]
             if written[index]:
                 table.stored(key, slot, reservation.sequence(index), now_ns - index)
-                if not told:
-                    self.inventory.added(key)
             else:
                 table.failed(key, slot)
+        if not told:
+            self.inventory.added(*compress(keys, written))
         table.in_use.unpin(reservation.keys)
         self.room.note_lost()
         self._wiping.written()
@@ -249,9 +249,9 @@ class LocalCatalog:
         return wiping + scan
 
     async def _are_known(self, keys: Sequence[OffloadKey]) -> None:
-        if not all(key in self.table for key in keys) and not self._start.recalled.is_set():
+        if not self._start.recalled.is_set() and not all(key in self.table for key in keys):
             await until(self._start.recalled.wait(), self._begun + RECALL_PATIENCE_S - time.monotonic())
-        if not all(key in self.table for key in keys):
+        if not self._start.done.is_set() and not all(key in self.table for key in keys):
             await self._is_scanned()
 
     async def _is_scanned(self) -> None:

@@ -2,11 +2,11 @@
 
 import asyncio
 import errno
-import itertools
 import os
 import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from itertools import compress, count, filterfalse
 from typing import Any, Self
 
 from kvtier.backend import Advice, InventoryQueue, Occupancy, OffloadKey, pack_keys, unpack_keys
@@ -45,7 +45,7 @@ class KeptCatalog:
         self._held, self._hello, self._scanned = held, hello, False
         self._capacity_bytes, self._counters = capacity_bytes, counters
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
-        self._heard, self._ids = 0, itertools.count(1)  # Messages, and numbers of calls.
+        self._heard, self._ids = 0, count(1)  # Messages, and numbers of calls.
         self._calls: dict[int, asyncio.Future[Any]] = {0: asyncio.get_running_loop().create_future()}
         self._own: dict[int, bytes] = {}  # By lease.
         self._link = wire.Link(connected, wire.ToEngine, self._received, self._lose)
@@ -120,11 +120,10 @@ class KeptCatalog:
         self._link.send(wire.End(reservation.id, bytes(written)))
         if told and (self.is_lost or self._link.ending):
             raise KeeperGone
-        for key, is_written in zip(reservation.slot_keys, written, strict=True):
-            if is_written:
-                self._held.add(key)
-                if not told:
-                    self.inventory.added(key)
+        keys = list(compress(reservation.slot_keys, written))
+        self._held.update(keys)
+        if not told:
+            self.inventory.added(*keys)
 
     def lost_names(self, segments: Iterable[Segment]) -> dict[Segment, OSError]:
         if self._hello.kind == "memory":
@@ -201,10 +200,9 @@ class KeptCatalog:
                 self.segments.add(segment, message.first_slot)
 
     def _note(self, keys: Sequence[OffloadKey], *, there: bool) -> None:
-        changed = [key for key in keys if (key in self._held) is not there]
         if there:
-            self._held.update(changed)
+            self.inventory.added(*filterfalse(self._held.__contains__, keys))
+            self._held.update(keys)
         else:
-            self._held.difference_update(changed)
-        for key in changed:
-            self.inventory.added(key) if there else self.inventory.lost(key)
+            self.inventory.lost(*filter(self._held.__contains__, keys))
+            self._held.difference_update(keys)

@@ -161,8 +161,7 @@ class Room:
     def _expire(self, before_ns: int) -> None:
         expired = self._table.unused_since(before_ns)
         self._tier.counters.count("expired", len(expired))
-        for key in expired:
-            self._table.inventory.lost(key)
+        self._table.inventory.lost(*expired)
         self._table.remove(expired)
         self._wiping.check()
 

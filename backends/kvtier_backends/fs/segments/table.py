@@ -166,11 +166,8 @@ class Outdated:
     def clear(self, slot: int) -> None:
         self._taken.discard(slot)
         for key in self._keys.pop(slot, ()):
-            left = tuple(other for other in self._slots[key] if other != slot)
-            if left:
-                self._slots[key] = left
-            else:
-                del self._slots[key]
+            if len(slots := self._slots.pop(key)) > 1:
+                self._slots[key] = tuple(other for other in slots if other != slot)
 
     def has(self, slot: int) -> bool:
         return slot in self._keys
@@ -209,7 +206,7 @@ class SlotTable:
         self.inventory = self.index.inventory
         self._of = self.index.of
         self._keys = self.index.keys
-        self._sequences = array("Q")  # By slot: of the last chunk that was there, if there is none now.
+        self.sequences = array("Q")  # By slot: of the last chunk that it has held. No later chunk of the slot has it.
         self._candidates = bytearray()  # By slot: held if the checkpoint is right; empty after the scan.
         self._in_flight: set[int] = set()
         self._last_sequence = 0
@@ -223,14 +220,10 @@ class SlotTable:
     def slot(self, key: OffloadKey) -> int | None:
         return self._of.get(key)
 
-    def sequence(self, slot: int) -> int:
-        """Return the number of the last chunk that a slot has held. No later chunk of the slot has it."""
-        return self._sequences[slot]
-
     def snapshot(self) -> Snapshot:
         """Return the slots in use now, for another thread to write down: some 10 ms a million slots."""
         index = self.index
-        return Snapshot(list(self._keys), self._sequences[:], index.used_at_ns[:], frozenset(index.foreign))
+        return Snapshot(list(self._keys), self.sequences[:], index.used_at_ns[:], frozenset(index.foreign))
 
     def is_foreign(self, slot: int) -> bool:
         """Return True if a held slot is another process's: it is read, and nothing else."""
@@ -250,7 +243,7 @@ class SlotTable:
 
     def add(self, count: int) -> int:
         """Add `count` slots, none of them free yet; return the number of the first."""
-        self._sequences.extend([0] * count)
+        self.sequences.extend([0] * count)
         if self.scanning:
             self._candidates.extend(bytes(count))
         return self.index.add(count)
@@ -266,11 +259,11 @@ class SlotTable:
             return []  # An older chunk of the same key may lie in a segment that is not read yet.
         outdated = filterfalse(self.in_use.__contains__, self.outdated.keys())
         slots = self.index.evict(count, self._keeps, chain(self.in_use, outdated), incoming)
-        for slot in slots:
-            key = self.index.forget(slot)
+        keys = list(map(self.index.forget, slots))
+        for slot, key in zip(slots, keys, strict=True):
             self.outdated.mark(slot, key)
-            self._in_flight.add(slot)
-            self.inventory.lost(key)
+        self._in_flight.update(slots)
+        self.inventory.lost(*keys)
         return sorted(slots)
 
     def give_back(self, slots: Iterable[int]) -> None:
@@ -302,11 +295,11 @@ class SlotTable:
         self.outdated.clear(slot)
         old = self._of.get(key)
         if old is not None:
-            if self._sequences[old] > sequence and not self.is_candidate(old):
+            if self.sequences[old] > sequence and not self.is_candidate(old):
                 self.outdated.retire(slot, key)
                 return
             self._retire(old, key)
-        self._sequences[slot] = sequence
+        self.sequences[slot] = sequence
         self.index.store(key, slot, used_at_ns)
 
     def remove(self, keys: Iterable[OffloadKey]) -> None:
@@ -366,7 +359,7 @@ class SlotTable:
         taken = np.delete(np.arange(len(chunks.keys)), others)
         slots = chunks.slots[taken]
         self.index.recall(slots, chunks.used_at_ns[taken])
-        np.frombuffer(self._sequences, np.uint64)[slots] = chunks.sequences[taken]
+        np.frombuffer(self.sequences, np.uint64)[slots] = chunks.sequences[taken]
         np.frombuffer(self._candidates, np.uint8)[slots] = chunks.candidates[taken]
         self._last_sequence = max(self._last_sequence, int(chunks.sequences.max()))
         for place in others:
@@ -377,7 +370,7 @@ class SlotTable:
         """Correct the candidates in a range of slots by all chunks that their footers name."""
         candidates = self._end_candidates(first, count)
         for chunk in chunks:
-            if candidates.get(chunk.slot) == chunk.key and self._sequences[chunk.slot] == chunk.sequence:
+            if candidates.get(chunk.slot) == chunk.key and self.sequences[chunk.slot] == chunk.sequence:
                 del candidates[chunk.slot]
         for key in candidates.values():
             self._forget(key)
@@ -390,15 +383,15 @@ class SlotTable:
         key, slot, sequence, used_at_ns = chunk
         self._last_sequence = max(self._last_sequence, sequence)
         old = self._of.get(key)
-        if old is not None and self._sequences[old] >= sequence and not self.is_candidate(old):
+        if old is not None and self.sequences[old] >= sequence and not self.is_candidate(old):
             if foreign:
-                self._sequences[slot] = sequence  # For `take_over`: this chunk was known.
+                self.sequences[slot] = sequence  # For `take_over`: this chunk was known.
             else:
                 self.outdated.retire(slot, key)
             return
         if old is not None:
             self._drop(key)  # Not used with this content: its uses are those of an outdated chunk.
-        self._sequences[slot] = sequence
+        self.sequences[slot] = sequence
         self.index.hold(key, slot, used_at_ns, foreign=foreign)
         self.inventory.added(key)
 
@@ -407,13 +400,13 @@ class SlotTable:
         named = {chunk.slot: chunk for chunk in chunks}
         for slot in range(first, first + count):
             key, chunk = self._keys[slot], named.get(slot)
-            if key is not None and chunk is not None and (key, self._sequences[slot]) == (chunk.key, chunk.sequence):
+            if key is not None and chunk is not None and (key, self.sequences[slot]) == (chunk.key, chunk.sequence):
                 del named[slot]
                 self.index.own(slot)
             elif key is not None:
                 self._forget(key)
         for slot, chunk in named.items():
-            if self._sequences[slot] == chunk.sequence:
+            if self.sequences[slot] == chunk.sequence:
                 self.outdated.retire(slot, chunk.key)
             else:
                 self.found(chunk)

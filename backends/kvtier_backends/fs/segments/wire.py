@@ -23,6 +23,7 @@ from kvtier_backends.fs.segments.catalog import Doubt, Judged
 PROTOCOL = 1
 LENGTH_BYTES = 4
 FRAME_BYTES_MAX = 64 << 20  # A batch of a million keys.
+SOON_S = 0.005  # What other sessions change is told together: each message wakes a process.
 UNSENT_BYTES_MAX = 64 << 20  # To a peer that does not read: its session ends then, and it may open another.
 
 _ANCILLARY_BYTES = socket.CMSG_SPACE(64 * array("i").itemsize)  # Of one receive: descriptors.
@@ -148,22 +149,23 @@ class Link:
         self._loop.add_reader(connected, self._receive)
         let_go_in_forks(self)
 
-    def send(self, message: Message, descriptor: int | None = None) -> None:
-        """Send a message, now or when the peer takes it, and close its descriptor."""
+    def send(self, message: Message, descriptor: int | None = None, *, soon: bool = False) -> None:
+        """Send a message, at once, `soon` or when the peer takes it, and close its descriptor."""
         if self.closed or self.ending:
             if descriptor is not None:
                 os.close(descriptor)
             return
         frame = framed(message)
         self._unsent_bytes += len(frame)
-        waits = bool(self._unsent)
+        if soon and not self._unsent:
+            self._loop.call_later(SOON_S, self._flush)
         self._unsent.append((memoryview(frame), descriptor))
         self.drained.clear()
         if self._unsent_bytes > UNSENT_BYTES_MAX:  # What the peer says still is heard, until it ends the session.
             self._forget_unsent()
             with suppress(OSError):  # It has ended.
                 self._socket.shutdown(socket.SHUT_WR)
-        elif not waits:
+        elif not soon:
             self._flush()
 
     def close_when_sent(self) -> None:
@@ -218,7 +220,8 @@ class Link:
                 self._unsent[0] = rest[sent:], None
             else:
                 self._unsent.popleft()
-        self._loop.remove_writer(self._socket)
+        if not self.closed:
+            self._loop.remove_writer(self._socket)
         self.drained.set()
         if self._closes:
             self.close()
