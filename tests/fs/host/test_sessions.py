@@ -7,6 +7,7 @@ import shutil
 import socket
 import threading
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -394,6 +395,40 @@ async def test_a_pool_where_others_may_write_is_refused(pool, join):
     os.chmod(directory, 0o777)
     with pytest.raises(ConfigError, match="another user owns it, or may write there"):
         await join("memory")
+
+
+def reached(ways, directory, user):
+    """Try each of these ways as another user, in a process of its own; return the places of those that were open."""
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        with suppress(Exception):
+            os.chdir(directory)
+            os.setgroups([])
+            os.setgid(user)
+            os.setuid(user)
+            for at, way in enumerate(ways):
+                with suppress(PermissionError):
+                    way()
+                    os.write(write, bytes([at]))
+        os._exit(0)
+    os.close(write)
+    os.waitpid(child, 0)
+    with open(read, "rb") as answer:
+        return list(answer.read())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user for a while")
+async def test_a_tenant_reaches_nothing_of_another_tenants_tier(outside, kind, place, root, join, lender):
+    root.chmod(0o700)  # As a tier makes it; one that is there keeps its mode.
+    await lender.keep(await join(kind), keys_of(3))
+    (pid,) = keepers(place)
+    parent, name = os.path.split(place.directory)
+    os.chmod(parent, 0o755)
+    paths = [path.relative_to(parent) for path in Path(place.directory).rglob("*") if path.suffix != ".sock"]
+    ways = [place._replace(directory=name).connect, partial(os.kill, pid, 0), partial(os.listdir, f"/proc/{pid}/fd")]
+    ways += [partial(os.open, path, os.O_RDONLY) for path in paths]
+    assert reached(ways, parent, os.geteuid()) == list(range(len(ways)))
+    assert reached(ways, parent, 65_534) == []
 
 
 async def test_a_keeper_keeps_no_pipe_of_the_engine_that_started_it_open(outside, join, pool):

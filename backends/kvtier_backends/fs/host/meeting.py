@@ -117,7 +117,7 @@ class Place(NamedTuple):
         self.remove_socket(self.inode())
         with ExitStack() as undo:
             listener = undo.enter_context(self._at(socket.socket.bind))
-            os.chmod(f"{self}.sock", 0o600 | os.stat(self.directory).st_mode & stat.S_IRWXG & 0o060)
+            os.chmod(f"{self}.sock", 0o660 if os.stat(self.directory).st_mode & stat.S_IWGRP else 0o600)
             listener.listen(256)
             undo.pop_all()
         return listener
