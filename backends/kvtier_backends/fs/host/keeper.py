@@ -82,24 +82,24 @@ class KeptNamespace:
         self.sessions.pop(session, None)
         self.catalog.room.is_used = bool(self.sessions)
 
-    def report(self, to: "Session") -> None:
-        """Tell a session at once what is not told yet, and the others soon."""
+    def report(self) -> None:
+        """Tell all sessions what is not told yet: soon, and before any other message."""
         for event in self.catalog.inventory.pending():
-            self._tell(event, to)
+            self._tell(event)
 
     async def _report(self) -> None:
         async for event in self.catalog.inventory.watch():
             self._tell(event)
             await asyncio.sleep(wire.SOON_S)  # All that has expired may be millions of keys: sessions read meanwhile.
 
-    def _tell(self, event: api.InventoryEvent, at_once: "Session | None" = None) -> None:
+    def _tell(self, event: api.InventoryEvent) -> None:
         if isinstance(event, api.ScanDone):
             said = wire.Inventory(pack_keys(()), there=True, scanned=event.complete)
         else:
             said = wire.Inventory(pack_keys(event.keys), isinstance(event, api.Added))
         for session, is_introduced in self.sessions.items():
             if is_introduced or said.scanned is None:
-                session.link.send(said, soon=session is not at_once)
+                session.link.send(said, soon=True)
 
     async def aclose(self, ends_at: float) -> None:
         self.catalog.stop()
@@ -207,7 +207,7 @@ class Session:
                     finally:
                         catalog.inventory.lost(*keys)  # Those that are gone are reported.
                     answer = wire.Answer(call.id)
-            namespace.report(self)
+            namespace.report()
             await self._send_segments(namespace)
         except (BackendError, OSError) as error:
             self._end(call.id, b"")

@@ -11,6 +11,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import islice, takewhile
 from typing import Any, Literal
 
 import msgspec
@@ -23,6 +24,7 @@ from kvtier_backends.fs.segments.catalog import Doubt, Judged
 PROTOCOL = 1
 LENGTH_BYTES = 4
 FRAME_BYTES_MAX = 64 << 20  # A batch of a million keys.
+FRAMES_AT_ONCE = 64  # Sent in one call.
 SOON_S = 0.005  # What other sessions change is told together: each message wakes a process.
 UNSENT_BYTES_MAX = 64 << 20  # To a peer that does not read: its session ends then, and it may open another.
 
@@ -150,7 +152,10 @@ class Link:
         let_go_in_forks(self)
 
     def send(self, message: Message, descriptor: int | None = None, *, soon: bool = False) -> None:
-        """Send a message, at once, `soon` or when the peer takes it, and close its descriptor."""
+        """Send a message, at once, `soon` (with the next one at the latest) or when the peer takes it.
+
+        Its descriptor is closed then.
+        """
         if self.closed or self.ending:
             if descriptor is not None:
                 os.close(descriptor)
@@ -203,10 +208,11 @@ class Link:
 
     def _flush(self) -> None:
         while self._unsent:
-            rest, descriptor = self._unsent[0]
+            (first, descriptor), *others = islice(self._unsent, FRAMES_AT_ONCE)
             fds = [] if descriptor is None else [descriptor]
+            frames = [first, *(frame for frame, _ in takewhile(lambda other: other[1] is None, others))]
             try:
-                sent = socket.send_fds(self._socket, [rest], fds, socket.MSG_NOSIGNAL)
+                sent = socket.send_fds(self._socket, frames, fds, socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 self._loop.add_writer(self._socket, self._flush)
                 return
@@ -216,10 +222,12 @@ class Link:
             for fd in fds:  # The peer has one of its own now.
                 os.close(fd)
             self._unsent_bytes -= sent
-            if sent < len(rest):
-                self._unsent[0] = rest[sent:], None
-            else:
+            for frame in frames:
+                if sent < len(frame):
+                    self._unsent[0] = frame[sent:], None
+                    break
                 self._unsent.popleft()
+                sent -= len(frame)
         if not self.closed:
             self._loop.remove_writer(self._socket)
         self.drained.set()
