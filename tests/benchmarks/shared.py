@@ -43,7 +43,7 @@ async def opened(kind, folder, engine, engines, row_bytes, side, room_bytes=64 <
     return await FsBackend.open(options, context)
 
 
-async def engine_main(kind, folder, engine, engines, row_bytes, pipe, barrier):
+async def engine_main(kind, folder, engines, row_bytes, engine, pipe, barrier):
     tiers = {side: await opened(kind, folder, engine, engines, row_bytes, side) for side in SIDES}
     count = max(2, BATCH_BYTES // row_bytes)
     keys = keys_of(count, start=engine * 1_000_000)
@@ -78,17 +78,19 @@ def engine_process(*args):
 
 
 class Engines:
-    def __init__(self, kind, folder, engines, row_bytes):
+    def __init__(self, engines, main, *arguments):
         context = get_context("spawn")
         self.barrier = context.Barrier(engines)
         pairs = [context.Pipe() for _ in range(engines)]
         self.pipes = [ours for ours, _ in pairs]
         self.processes = [
-            context.Process(target=engine_process, args=(kind, folder, n, engines, row_bytes, theirs, self.barrier))
+            context.Process(target=main, args=(*arguments, n, theirs, self.barrier))
             for n, (_, theirs) in enumerate(pairs)
         ]
         for process in self.processes:
             process.start()
+        for _, theirs in pairs:
+            theirs.close()  # The end of an engine is then the end of its pipe.
         assert [pipe.recv() for pipe in self.pipes] == ["ready"] * engines
 
     def round(self, asked):
@@ -112,7 +114,7 @@ def keeper_seconds(folder):
 
 
 def rates(kind, folder, engines, row_bytes, rounds, chance):
-    group = Engines(kind, folder, engines, row_bytes)
+    group = Engines(engines, engine_process, kind, folder, engines, row_bytes)
     count, batches = max(2, BATCH_BYTES // row_bytes), max(1, 8 // engines)
     for what in ("loads", "stores"):
         seconds = {side: [] for side in SIDES}
@@ -133,7 +135,7 @@ def rates(kind, folder, engines, row_bytes, rounds, chance):
 
 def fairness(kind, folder, engines, row_bytes, rounds, chance):
     """A light engine beside heavy ones: its p99, shared by private."""
-    group = Engines(kind, folder, engines, row_bytes)
+    group = Engines(engines, engine_process, kind, folder, engines, row_bytes)
     tails = {side: [] for side in SIDES}
     for _ in range(rounds):
         for side in chance.sample(SIDES, 2):
