@@ -32,7 +32,7 @@ START_S = 120
 
 async def opened(kind, folder, engine, engines, row_bytes, side, room_bytes=64 << 20):
     context = TierContext(f"{engine}:{kind}", FileMapper(Namespace(model_name="m")), row_bytes)
-    capacity_bytes = room_bytes * (engines if side == "shared" else 1)
+    meeting.LINGER_S, capacity_bytes = 5.0, room_bytes * (engines if side == "shared" else 1)
     if kind == "memory":
         options = MemoryOptions(
             capacity_bytes=capacity_bytes, shared=side == "shared", pool=f"bench-{row_bytes}-{engines}"
@@ -177,7 +177,6 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     os.environ["XDG_RUNTIME_DIR"] = str(given.folder)
-    meeting.LINGER_S = 5.0
     chance = random.Random(given.seed)
     for kind in given.kinds.split(","):
         for size_kib, engines in itertools.product(
