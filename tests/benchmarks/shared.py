@@ -14,6 +14,7 @@ import os
 import random
 import statistics
 import time
+from collections import Counter
 from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
@@ -104,13 +105,14 @@ class Engines:
             process.join()
 
 
-def keeper_seconds(folder):
-    spent_ns = 0
+def keepers_ns(folder):
+    """Return the processor time of each keeper by now; one that is no longer wanted may end meanwhile."""
+    spent_ns = Counter()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if b"host.keeper" in (command := (process / "cmdline").read_bytes()) and bytes(folder) in command:
-                spent_ns += sum(int(thread.read_text().split()[0]) for thread in process.glob("task/*/schedstat"))
-    return spent_ns / 1e9
+                spent_ns[process] = sum(int(each.read_text().split()[0]) for each in process.glob("task/*/schedstat"))
+    return spent_ns
 
 
 def rates(kind, folder, engines, row_bytes, rounds, chance):
@@ -118,16 +120,16 @@ def rates(kind, folder, engines, row_bytes, rounds, chance):
     count, batches = max(2, BATCH_BYTES // row_bytes), max(1, 8 // engines)
     for what in ("loads", "stores"):
         seconds = {side: [] for side in SIDES}
-        spent = 0.0
+        spent_ns = Counter()
         for _ in range(rounds):
             for side in chance.sample(SIDES, 2):
-                before = keeper_seconds(folder)
+                before = keepers_ns(folder)
                 wall = max(each for each, _ in group.round([(side, what, batches)] * engines))
-                spent += keeper_seconds(folder) - before if side == "shared" else 0.0
+                spent_ns += keepers_ns(folder) - before if side == "shared" else Counter()
                 seconds[side].append(wall)
         ratio = statistics.median(a / b for a, b in zip(seconds["private"], seconds["shared"], strict=True))
         rate = engines * batches * count * row_bytes / statistics.median(seconds["shared"]) / 1e9
-        keeper_us = spent / (rounds * engines * batches * count) * 1e6
+        keeper_us = spent_ns.total() / (rounds * engines * batches * count) / 1e3
         print(f"{kind} {row_bytes >> 10:5} KiB {engines} engines {what:6}: {ratio:.2f} of private, {rate:.2f} GB/s, "
               f"keeper {keeper_us:.1f} us a chunk", flush=True)  # fmt: skip
     group.end()
