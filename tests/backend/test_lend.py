@@ -259,6 +259,17 @@ def test_lanes_are_an_executor_without_a_loop():
         lanes.submit(int)
 
 
+async def test_an_executor_that_is_left_has_ended_its_calls(gate):
+    lanes = Lanes(1, "test")
+    lanes.submit(gate)
+    leaving = asyncio.create_task(asyncio.to_thread(lanes.shutdown))
+    await gate.wait_entered()
+    assert not (await asyncio.wait({leaving}, timeout=0.05))[0]
+    gate.opened.set()
+    await leaving
+    assert gate.done
+
+
 @pytest.mark.parametrize("ending", ["", "import asyncio; asyncio.run(lanes.aclose(0))"])
 def test_a_hung_lane_does_not_hold_up_the_interpreters_exit(outside, ending):
     script = f"""

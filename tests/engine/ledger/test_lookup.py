@@ -147,6 +147,15 @@ def test_an_answer_that_is_older_than_a_store_of_ours_is_not_believed(engine, co
     assert engine.lookup("a") == [PENDING]
 
 
+def test_an_answer_that_is_older_than_a_removal_is_not_believed(engine):
+    engine.lookup("a")
+    (probe,) = engine.step()
+    engine.loses("a")
+    engine.answer(probe, True)
+    engine.step()
+    assert engine.lookup("a") == [RETRY]
+
+
 @pytest.mark.promise("It answers probes too slowly")
 def test_a_tier_is_asked_for_so_many_keys_at_once_and_no_more(bench):
     engine = bench(tiers=[bench.spec(asked_keys_max=2)])

@@ -285,3 +285,12 @@ def test_what_a_failed_store_may_have_left_is_waited_for():
     assert (set(table.outdated.keys()), table.outdated.take_due()) == ({old, key_of(7)}, [slot])
     table.outdated.clear(slot)
     assert not [*table.outdated.keys(), *table.outdated.slots()]
+
+
+def test_a_slot_that_another_process_had_is_any_other_slot_once_it_is_taken_over():
+    table = SlotTable(None)
+    table.add(1)
+    table.found(SlotEntry(key_of(0), 0, 1, 0), foreign=True)
+    table.take_over(0, 1, [SlotEntry(key_of(1), 0, 2, 0)])
+    table.scan_ended(complete=True)
+    assert (table.is_foreign(0), table.evict(1, ())) == (False, [0])
