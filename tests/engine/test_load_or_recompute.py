@@ -17,10 +17,6 @@ def dummy(chunk_s, **options):
     return {"type": "dummy", "bandwidth_bytes_per_s": int(CHUNK_BYTES / chunk_s), **options}
 
 
-async def prepared(open_engine, *tiers, rows=16, chunks=8, **fields):
-    return await emptied(open_engine, chunks, rows, *tiers, **WEIGHED, **fields)
-
-
 async def test_a_probe_is_waited_for_no_longer_than_a_load(open_engine):
     """One request learns how long that takes; what the tier says late counts for the next one."""
     tier = {"type": "dummy", "latency_s": 8.0, "shared": True}
