@@ -227,18 +227,6 @@ def test_earlier_waits_do_not_shorten_the_next_one(why, missed_before):
     assert len(bench.waited) == 2
 
 
-def test_a_request_that_waits_behind_a_miss_gives_up_in_time():
-    """The miss is of another group: it does not restart the wait with every step."""
-    bench = tier(takes=FAST)
-    request = bench.request()
-    for seconds in (1.0, 1.0, 1.1):
-        assert bench.lookup("zab", request) == [MISS] + [PENDING] * 2
-        bench.step(seconds)
-    assert bench.lookup("zab", request) == [MISS] * 3
-    bench.step()
-    assert bench.waited == [pytest.approx(3.1)]
-
-
 @pytest.mark.parametrize("takes", [SLOW_CALLS, (0.0, 100.0)], ids=["at the end", "at once"])
 def test_a_declined_tier_is_tried_with_few_chunks_that_no_request_waits_for(takes):
     bench = tier(takes=takes)
