@@ -37,6 +37,7 @@ QWEN = Namespace(  # Every fact that lets tensor-parallel sizes share, without t
     per_token_head_scales=False,
     v2_model_runner=False,
     layout="BHLNC",
+    row_bytes=4_096,
 )
 DEEPSEEK = Namespace(
     model_name="deepseek-ai/DeepSeek-V2-Lite",
@@ -264,6 +265,7 @@ def test_weights_and_adapters_have_names_of_their_own_and_none_without_them():
     assert (len({folder(**kind) for kind in kinds}), folder()) == (len(kinds), "default_e58d9229ebb8")
 
 
+VOUCHED = msgspec.structs.replace(QWEN, is_parallelism_agnostic=True)
 REFUSALS = [
     (QWEN, {"parallel_agnostic": False}, "not asked for"),
     (QWEN, {"is_parallelism_agnostic": False}, "the LLM engine reports"),
@@ -280,6 +282,9 @@ REFUSALS = [
     (QWEN, {"total_kv_heads": 2, "kv_heads_per_rank": 1}, "4 workers of 1 KV heads hold copies: there are 2"),
     (QWEN, {"per_token_head_scales": True}, "scales per token and head"),
     (QWEN, {"v2_model_runner": True}, "V2 model runner"),
+    (VOUCHED, {"v2_model_runner": True}, "V2 model runner"),  # The engine's verdict does not outweigh known facts.
+    (VOUCHED, {"per_token_head_scales": True}, "scales per token and head"),
+    (VOUCHED, {"total_kv_heads": 4}, "hold copies: there are 4"),
     (QWEN, {"layout": None}, "this one is not known"),
     (QWEN, {"layout": "LBHNC"}, "this one is LBHNC"),
     (QWEN, {"blocks_per_chunk": 2}, "the 2 blocks of a chunk"),
@@ -311,11 +316,6 @@ def test_the_engines_verdict_replaces_unknown_facts_except_the_layout():
     )
     assert FileMapper(vouched).folder == FileMapper(QWEN).folder
     assert not FileMapper(msgspec.structs.replace(vouched, layout=None)).parallel_agnostic
-
-
-@pytest.mark.parametrize("change", [{"v2_model_runner": True}, {"per_token_head_scales": True}, {"total_kv_heads": 4}])
-def test_the_engines_verdict_does_not_outweigh_a_known_fact(change):
-    assert not FileMapper(msgspec.structs.replace(QWEN, is_parallelism_agnostic=True, **change)).parallel_agnostic
 
 
 @pytest.mark.parametrize("namespace", [QWEN, DEEPSEEK, GEMMA])
@@ -367,27 +367,24 @@ def test_whatever_gives_bytes_another_meaning_gives_another_fingerprint():
     assert {len(mapper.fingerprint) for mapper in mappers} == {32}
 
 
-@pytest.mark.parametrize("change", [{"layout": "LBHNC"}, {"row_bytes": 4096}, {"v2_model_runner": True}])
-def test_facts_that_vllm_leaves_out_of_its_names_stay_out_of_ours(change):
-    changed = FileMapper(msgspec.structs.replace(LLAMA, **change))
-    assert changed.name(ASCENDING) == FileMapper(LLAMA).name(ASCENDING)
-    assert changed.config_bytes == FileMapper(LLAMA).config_bytes
-
-
 def test_a_fingerprint_is_the_same_in_every_release():
     same = "a118c5bde910c4c4a0a302541bc996a9e3596f43e88e8a294f87c32a9a09266c"
     assert FileMapper(LLAMA).fingerprint.hex() == same
 
 
-VLLMS_NAMES = {"parallel_agnostic": True, "is_parallelism_agnostic": True, "layout": "LBHNC", "interop": "vllm"}
-
-
-FACTS = {"interop": None, "tp_size": 2, "pp_size": 2, "is_parallelism_agnostic": False, "parallel_agnostic": False}
-
-
-@pytest.mark.parametrize("fact", [{}, *({name: value} for name, value in FACTS.items())])
+@pytest.mark.parametrize(
+    "fact",
+    [
+        {},
+        {"interop": None},
+        {"tp_size": 2},
+        {"pp_size": 2},
+        *({name: False} for name in ("is_parallelism_agnostic", "parallel_agnostic")),
+    ],
+)
 def test_only_one_workers_rows_go_by_vllms_names_where_that_is_asked_for(fact):
-    mapper = FileMapper(Namespace(model_name="m", kv_cache_groups=(Group(),), **VLLMS_NAMES | fact))
+    asked = {"parallel_agnostic": True, "is_parallelism_agnostic": True, "layout": "LBHNC", "interop": "vllm"}
+    mapper = FileMapper(Namespace(model_name="m", kv_cache_groups=(Group(),), **asked | fact))
     assert mapper.parallel_agnostic == (mapper.why == "") == (not fact)
     assert ("parallel_agnostic" in json.loads(mapper.config_bytes)) == bool(fact)
 

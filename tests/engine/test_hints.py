@@ -145,14 +145,6 @@ async def test_a_prefetch_counts_nothing_that_has_gone_again_before_its_end(open
     assert here(engine, range(3)) == [1, 2]
 
 
-@pytest.mark.virtual_time
-async def test_a_prefetch_waits_for_loads_of_another_prefetch(open_engine):
-    engine = await emptied(open_engine, 4, 16, {"type": "dummy", "latency_s": 1.0})
-    assert await asyncio.gather(*(engine.prefetch(keys(range(4))) for _ in range(2))) == [4, 4]
-    assert here(engine, range(4)) == [0, 1, 2, 3]
-    assert await at_rest(engine)
-
-
 @pytest.mark.parametrize("cancelled", [True, False], ids=["cancelled", "reset"])
 async def test_a_prefetch_that_is_cancelled_leaves_nothing_held(open_engine, cancelled):
     engine = await emptied(open_engine, 3, 8, {"type": "dummy", "latency_s": 0.05})
@@ -182,20 +174,6 @@ async def test_a_forgotten_chunk_is_removed_everywhere_with_an_event_each(open_e
     assert [tier for tier, gone in removed if set(keys([2, 3])) <= set(gone)] == ["cpu", "disk"]
     assert await engine.reset()
     assert await found(engine, range(4)) == 2
-
-
-async def test_a_chunk_is_not_forgotten_while_it_is_read(open_engine, tmp_path):
-    """The rows stay with the reader until it lets go. Then the chunks go, from the primary and from the tier."""
-    engine = await open_engine(4, fs(tmp_path), holds=range(3))
-    assert await at_rest(engine)
-    async with engine.fetch(keys(range(3))) as rows:
-        assert engine.forget(keys(range(3))) == 0
-        await put(engine, [50])
-        assert [bytes(row) for row in rows] == [chunk(number) for number in range(3)]
-    assert await at_rest(engine)
-    assert here(engine, range(3)) == []
-    assert await engine.reset()
-    assert await found(engine, range(3)) == 0
 
 
 async def test_a_chunk_forgotten_during_its_store_does_not_stay_in_the_tier(open_engine):

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.engine.kit import CHUNK_BYTES, at_rest, emptied, forget_rows, found, now, put, settled
+from tests.engine.kit import CHUNK_BYTES, at_rest, emptied, forget_rows, found, now, put
 from tests.slow_tier import SLOWING, slow
 
 pytestmark = pytest.mark.virtual_time
@@ -15,27 +15,6 @@ WEIGHED = {"prefill_tokens_per_s": 100.0, "chunk_tokens": 100}  # A second a chu
 def dummy(chunk_s, **options):
     """Describe a device that takes so long for a chunk, one after the other."""
     return {"type": "dummy", "bandwidth_bytes_per_s": int(CHUNK_BYTES / chunk_s), **options}
-
-
-async def prepared(open_engine, *tiers, rows=16, chunks=8, **fields):
-    return await emptied(open_engine, chunks, rows, *tiers, **WEIGHED, **fields)
-
-
-async def test_a_fetch_of_a_late_load_goes_on_after_the_margin(open_engine):
-    engine = await prepared(open_engine, dummy(0.1, slow_at_s=100.0, slow_for_s=60.0) | SLOWING, late_margin=1.5)
-    assert await found(engine, range(4)) == 4
-    assert await engine.reset()
-    await asyncio.sleep(100.0 - now())
-    begun = now()
-    assert await found(engine, range(5)) == 0
-    assert now() == begun + 1.5 * 5
-    assert not settled(engine), "the load goes on"
-    assert await engine.drain()
-    assert settled(engine)
-    assert await found(engine, range(5)) == 5, "what came late is a hit for the next"
-    assert now() == begun + 20 * 0.1 * 5
-    (tier,) = engine.stats().tiers
-    assert tier.given_up == 1
 
 
 async def test_a_probe_is_waited_for_no_longer_than_a_load(open_engine):

@@ -243,20 +243,25 @@ async def test_a_scan_goes_on_without_calls(open_engine):
     forget_store("scanned")
 
 
+@pytest.mark.parametrize("call", ["put", "fetch"])
 @pytest.mark.parametrize("cancelled", [False, True])
-async def test_a_request_that_finishes_during_its_own_put_is_forgotten_when_that_is_over(open_engine, cancelled):
-    engine = await open_engine(8, SLOW)
+async def test_a_request_that_finishes_during_its_own_call_is_forgotten_when_that_is_over(open_engine, call, cancelled):
+    engine = await open_engine(8, SLOW, limits={"lease_s": 1_000}, holds=range(8))
+    assert await engine.reset()
     engine.steps.on_new_request("r")
-    putting = await under_way(put(engine, range(8), request_id="r"), 0.5)
+    work = put(engine, range(8, 16), request_id="r") if call == "put" else found(engine, range(8), request_id="r")
+    calling = await under_way(work, 0.5)
     engine.steps.on_request_finished("r")
     with pytest.raises(ValueError, match="'r' has finished, but a store or a fetch of it has not"):
         engine.steps.on_new_request("r")
+    await asyncio.sleep(call == "fetch")  # What it looked for since is leased to it, too.
     if cancelled:
-        putting.cancel()
-    await asyncio.wait([putting])
-    assert cancelled or await putting == 8
+        calling.cancel()
+    await asyncio.wait([calling])
+    assert cancelled or await calling == 8
+    assert await at_rest(engine)
     engine.steps.on_new_request("r")
-    assert await put(engine, [9], request_id="r") == 1
+    assert await put(engine, [99], request_id="r") == 1
     engine.steps.on_request_finished("r")
     assert await at_rest(engine)
 
@@ -271,21 +276,6 @@ async def test_a_put_that_outlives_its_request_keeps_to_the_request_s_tiers(open
     assert await putting == 2
     assert await at_rest(engine)
     assert ledger_in(engine).tiers[0].counters.stored == 0
-
-
-@pytest.mark.parametrize("cancelled", [False, True])
-async def test_a_request_that_finishes_during_its_own_fetch_keeps_nothing(open_engine, cancelled):
-    engine = await open_engine(8, SLOW, limits={"lease_s": 1_000}, holds=range(8))
-    assert await engine.reset()
-    engine.steps.on_new_request("r")
-    fetching = await under_way(found(engine, range(8), request_id="r"), 0.5)
-    engine.steps.on_request_finished("r")
-    await asyncio.sleep(1)  # What it looked for since is leased to it, too.
-    if cancelled:
-        fetching.cancel()
-    await asyncio.wait([fetching])
-    assert await at_rest(engine)
-    engine.steps.on_new_request("r")
 
 
 async def test_a_synchronous_reset_during_a_put_or_fetch_names_the_one_that_can_wait():

@@ -1,5 +1,6 @@
 from array import array
 from contextlib import suppress
+from functools import partial
 
 import pytest
 
@@ -25,16 +26,19 @@ async def engine(request, open_engine):
     return await open_engine(8, {"type": "dummy", "shared": request.param})
 
 
-async def test_a_call_of_the_asyncio_face_refuses_an_invalid_key(engine):
+async def test_a_call_of_the_asyncio_face_or_between_steps_refuses_an_invalid_key(engine):
     assert await put(engine, [1, 2, 3]) == 3
+    steps = engine.steps
     for keys, complaint in NO_KEYS.values():
         for call in (engine.delete, engine.prefetch, engine.get, lambda keys: engine.put(keys, [chunk(1)] * len(keys))):
             with pytest.raises(TypeError, match=complaint):
                 await call(keys)
             audit(ledger_in(engine))
-        for at_once in (engine.forget, engine.demote, lambda keys: engine.retain(keys, 60.0)):
-            with pytest.raises(TypeError, match=complaint):
-                at_once(keys)
+        for face in (engine, steps):
+            for at_once in (face.forget, face.demote, partial(face.retain, seconds=60.0), steps.delete, steps.prefetch):
+                with pytest.raises(TypeError, match=complaint):
+                    at_once(keys)
+                steps.end_step()
     await goes_on(engine)
 
 
@@ -49,18 +53,6 @@ async def goes_on(engine):
     assert await engine.reset()
     assert await engine.drain()
     audit_quiet(engine)
-
-
-async def test_a_call_between_steps_refuses_an_invalid_key(engine):
-    steps = engine.steps
-    store(engine, [1, 2, 3])
-    calls = (steps.delete, steps.prefetch, steps.forget, steps.demote, lambda keys: steps.retain(keys, 60.0))
-    for keys, complaint in NO_KEYS.values():
-        for call in calls:
-            with pytest.raises(TypeError, match=complaint):
-                call(keys)
-            steps.end_step()
-    await goes_on(engine)
 
 
 async def test_an_invalid_key_in_a_step_changes_nothing(engine):

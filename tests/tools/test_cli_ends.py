@@ -221,25 +221,22 @@ def test_a_report_that_does_not_fit_on_the_disk_ends_with_3_and_its_name(outside
     assert (status, err) == (3, "kvtier: /dev/full: No space left on device\n")
 
 
-def test_characters_that_the_terminal_cannot_show_are_escaped(outside, place, tmp_path):
-    odd = tmp_path / "日本.jsonl"
-    odd.write_bytes((place / "trace.jsonl").read_bytes())
-    status, out, err = ended("policies", str(odd), "--policies", "lru", PYTHONIOENCODING="ascii")
+@pytest.mark.parametrize(
+    ("name", "encoding", "shown"),
+    [("日本.jsonl", "ascii", "\\u65e5"), ("trace\udcff.jsonl", "utf-8", "trace\\udcff.jsonl")],
+)
+def test_a_file_whose_name_the_terminal_cannot_show_is_named_escaped(outside, place, tmp_path, name, encoding, shown):
+    (tmp_path / name).write_bytes((place / "trace.jsonl").read_bytes())
+    status, out, err = ended("policies", str(tmp_path / name), "--policies", "lru", PYTHONIOENCODING=encoding)
     assert (status, err) == (0, "")
-    assert "\\u65e5" in out
+    assert shown in out
+
+
+def test_an_error_is_one_line_also_where_the_terminal_cannot_show_a_name(outside, tmp_path):
     status, out, err = ended("policies", str(tmp_path / "本"), LC_ALL="C", PYTHONCOERCECLOCALE="0", PYTHONUTF8="0")
     assert (status, out) == (2, "")
     assert err.startswith("kvtier: ")
     assert err.count("\n") == 1
-
-
-def test_a_file_whose_name_is_not_utf_8_is_named(outside, place, tmp_path):
-    trace = os.fsencode(tmp_path / "trace") + b"\xff.jsonl"
-    with open(trace, "wb") as file:
-        file.write((place / "trace.jsonl").read_bytes())
-    status, out, err = ended("policies", os.fsdecode(trace), "--policies", "lru")
-    assert (status, err) == (0, "")
-    assert "trace\\udcff.jsonl" in out
 
 
 AT = "kvtier.tools.commands typing typer kvtier.tools.directory rich.table kvtier_backends.fs.directory"

@@ -162,17 +162,6 @@ def instructions_of_stores(engine, end_writes):
     return counted[20:]
 
 
-def test_writing_waits_for_the_tiers_places_and_drops_nothing(evicting):
-    engine = evicting(rows=8, ahead_rows=4, store_chunks_max=2)
-    engine.store("abcdefgh")
-    first = engine.step()
-    assert sent(first) == [(0, "gh")]
-    assert sent(engine.step()) == []
-    engine.finish_all(first)
-    assert sent(engine.step()) == [(0, "ef")]
-    assert engine.counters().dropped == {}
-
-
 def test_what_waits_to_be_written_is_not_lost_while_others_come_back_and_leave_again(evicting):
     engine = evicting(rows=6, ahead_rows=3, store_chunks_max=1)
     engine.store("abcdef")
@@ -221,15 +210,6 @@ def test_a_hung_write_keeps_its_row_and_no_other(evicting):
     engine.give_back(write)
     engine.step()
     assert lent in {engine.store(name).rows[0] for name in "mnopq"}
-
-
-def test_a_write_that_failed_is_not_tried_for_ever(evicting):
-    engine = evicting()
-    engine.store("abcd")
-    engine.fail(*engine.step(), Code.NO_SPACE)
-    assert engine.step() == []
-    engine.store("e")
-    assert skipped(engine) == {}
 
 
 def test_a_reset_makes_every_row_clean(evicting):

@@ -227,18 +227,6 @@ def test_earlier_waits_do_not_shorten_the_next_one(why, missed_before):
     assert len(bench.waited) == 2
 
 
-def test_a_request_that_waits_behind_a_miss_gives_up_in_time():
-    """The miss is of another group: it does not restart the wait with every step."""
-    bench = tier(takes=FAST)
-    request = bench.request()
-    for seconds in (1.0, 1.0, 1.1):
-        assert bench.lookup("zab", request) == [MISS] + [PENDING] * 2
-        bench.step(seconds)
-    assert bench.lookup("zab", request) == [MISS] * 3
-    bench.step()
-    assert bench.waited == [pytest.approx(3.1)]
-
-
 @pytest.mark.parametrize("takes", [SLOW_CALLS, (0.0, 100.0)], ids=["at the end", "at once"])
 def test_a_declined_tier_is_tried_with_few_chunks_that_no_request_waits_for(takes):
     bench = tier(takes=takes)
@@ -333,22 +321,6 @@ def chosen(bench, names, request=None):
 SLOW = pytest.mark.parametrize("slow", [SLOW_BYTES, SLOW_CALLS], ids=["at once", "at the end"])
 
 
-@SLOW
-def test_a_second_tier_loads_chunks_that_the_first_is_too_slow_for(slow):
-    assert loads(chosen(both(slow, FAST), "abcdef")) == {1: "abcdef"}
-
-
-@SLOW
-def test_chunks_that_every_tier_is_too_slow_for_are_computed(slow):
-    bench = both(slow, slow)
-    request = bench.request()
-    assert loads(chosen(bench, "abcdef", request)) == {}
-    assert bench.lookup("abcdef", request) == [MISS] * 6
-    bench.step()
-    assert bench.settled()
-    assert sum(each.counters.declined for each in bench.ledger.tiers) == 6
-
-
 def test_a_tier_that_was_never_heard_of_is_tried_only_where_no_other_is_worth_its_load():
     bench = both(FAST)
     assert wanted(bench, "abc") == {0: "abc"}
@@ -362,37 +334,22 @@ def test_a_tier_that_hangs_sends_the_next_request_to_the_other():
     assert loads(chosen(bench, "def")) == {1: "def"}
 
 
-def unknown(takes):
-    """Make a ledger whose first tier holds a to f, and whose second must be asked."""
-    made = Bench(16, 2, computing_s=1.0)
-    made.knows_all()
-    made.holds("abcdef")
-    made.takes(*takes)
-    made.takes(*FAST, tier=1)
-    return made
-
-
-def asked(bench, request, names="abcdef"):
-    """Look up what the first tier is too slow for, and return the probe of the second."""
-    answers = bench.lookup(names, request)
-    actions = bench.step()
-    if answers == [PENDING] * len(names):
-        assert actions == []
-        answers = bench.lookup(names, request)
-        actions = bench.step()
-    assert answers == [RETRY] * len(names)
-    (probe,) = actions
-    assert isinstance(probe, Probe)
-    assert (probe.tier, names_of(unpack_keys(probe.keys))) == (1, names)
-    return probe
-
-
 @SLOW
 @pytest.mark.parametrize("has", [6, 4, 0, None])
 def test_an_unprobed_tier_is_probed_before_computing(slow, has):
-    bench = unknown(slow)
+    bench = Bench(16, 2, computing_s=1.0)
+    bench.knows_all()
+    bench.holds("abcdef")
+    for tier, takes in enumerate((slow, FAST)):
+        bench.takes(*takes, tier=tier)
     request = bench.request()
-    probe = asked(bench, request)
+    if slow is SLOW_CALLS:
+        assert bench.lookup("abcdef", request) == [PENDING] * 6
+        assert bench.step() == []
+    assert bench.lookup("abcdef", request) == [RETRY] * 6
+    (probe,) = bench.step()
+    assert isinstance(probe, Probe)
+    assert (probe.tier, names_of(unpack_keys(probe.keys))) == (1, "abcdef")
     assert bench.lookup("abcdef", request) == [RETRY] * 6
     assert bench.step() == []
     bench.answer(probe, None if has is None else [True] * has + [False] * (6 - has))
@@ -446,18 +403,6 @@ def test_a_tier_that_is_never_chosen_is_tried_now_and_then(slow):
 
 
 @pytest.mark.parametrize(
-    ("ends", "sent"),
-    [([1, 2, 3, 4, 5, 6], {1: "abcd", 0: "ef"}), ([6, 5, 4, 3, 2, 1], {1: "abcdef"})],
-    ids=["in prefix order", "of which only the last tokens are needed"],
-)
-def test_a_tier_is_tried_next_to_another_where_a_leading_part_is_of_use(ends, sent):
-    bench = both(SLOW_CALLS, FAST)
-    bench.step(100 * TRIAL_CHUNKS)
-    request = bench.request(position=ending_at(bench.keys("abcdef"), ends))
-    assert loads(chosen(bench, "abcdef", request)) == sent
-
-
-@pytest.mark.parametrize(
     ("case", "sent"),
     [
         ("it holds f alone", {1: "abcde", 0: "f"}),  # It is tried with what it has.
@@ -465,6 +410,8 @@ def test_a_tier_is_tried_next_to_another_where_a_leading_part_is_of_use(ends, se
         ("a probe may find further chunks", {1: "abcdef"}),
         ("its breaker is half open", {1: "abcd", 0: "ef"}),
         ("its breaker opens meanwhile", {1: "abcdef"}),
+        ("chunks are in prefix order", {1: "abcd", 0: "ef"}),
+        ("only the last tokens are needed", {1: "abcdef"}),
     ],
 )
 def test_what_a_tier_that_is_never_chosen_is_tried_with(case, sent):
@@ -477,7 +424,7 @@ def test_what_a_tier_that_is_never_chosen_is_tried_with(case, sent):
     bench.takes(*FAST, tier=1)
     bench.step(100 * TRIAL_CHUNKS)
     first = bench.ledger.tiers[0]
-    names = "abcdef"
+    names, request = "abcdef", bench.request()
     match case:
         case "others in the primary follow":
             bench.stored_alone("g")
@@ -487,7 +434,11 @@ def test_what_a_tier_that_is_never_chosen_is_tried_with(case, sent):
         case "its breaker is half open":
             first.breaker.trip(bench.now)
             bench.step(first.spec.breaker_cooldown_s)
-    bench.lookup(names)
+        case "chunks are in prefix order":
+            request = bench.request(position=ending_at(bench.keys(names), [1, 2, 3, 4, 5, 6]))
+        case "only the last tokens are needed":
+            request = bench.request(position=ending_at(bench.keys(names), [6, 5, 4, 3, 2, 1]))
+    bench.lookup(names, request)
     if case == "its breaker opens meanwhile":
         first.breaker.trip(bench.now)
     assert loads(bench.step()) == sent
@@ -500,6 +451,8 @@ def test_what_a_tier_that_is_never_chosen_is_tried_with(case, sent):
 )
 def test_tiers_that_are_all_too_slow_are_tried_together_or_in_turn(slow, tries):
     bench = both(slow, slow)
+    assert loads(chosen(bench, "abcdef")) == {}, "all are computed"
+    assert sum(each.counters.declined for each in bench.ledger.tiers) == 6
     for expected in tries:
         bench.step(TRIAL_EVERY_S)
         names = "abcdef" if len(tries) == 1 else expected.get(0) or expected[1]
