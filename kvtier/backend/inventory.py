@@ -35,12 +35,12 @@ class InventoryQueue:
         self._changed = asyncio.Event()  # Something for the consumer, or the end.
 
     def added(self, *keys: OffloadKey) -> None:
-        if self._wanted:
+        if self._wanted and keys:
             self._added += keys
             self._changed.set()
 
     def lost(self, *keys: OffloadKey) -> None:
-        if self._wanted:
+        if self._wanted and keys:
             self._lost += keys
             self._changed.set()
 

@@ -109,6 +109,26 @@ async def test_a_chunk_that_an_engine_is_storing_twice_is_refused_to_others_unti
     assert refused == [[[0, 1]], [[0]], []]
 
 
+async def test_messages_come_in_order_with_their_descriptors_however_little_the_peer_takes_at_once(tmp_path):
+    came, inodes, paths = [], [], [tmp_path, "/", "/dev"]
+
+    def received(message, descriptor):
+        came.append(message.id)
+        if message.id % 100 == 99:
+            inodes.append(os.fstat(fd := descriptor()).st_ino)
+            os.close(fd)
+
+    ends = [wire.Link(end, wire.ToKeeper, received, list) for end in socket.socketpair()]
+    for number in range(300):
+        fd = os.open(paths[number // 100], os.O_RDONLY) if number % 100 == 99 else None
+        ends[0].send(wire.Call(number, "probe", keeper.pack_keys(keys_of(8 * number))), fd, soon=number % 4 != 0)
+    async with asyncio.timeout(PATIENCE_S):
+        while len(came) < 300:
+            await asyncio.sleep(0.01)
+    assert (came, inodes) == ([*range(300)], [os.stat(path).st_ino for path in paths])
+    list(map(wire.Link.close, ends))
+
+
 # Slots come back.
 
 
@@ -410,6 +430,7 @@ def reached(ways, directory, user):
                 with suppress(PermissionError):
                     way()
                     os.write(write, bytes([at]))
+            os.write(write, b"\xff")  # All were tried.
         os._exit(0)
     os.close(write)
     os.waitpid(child, 0)
@@ -427,8 +448,8 @@ async def test_a_tenant_reaches_nothing_of_another_tenants_tier(outside, kind, p
     paths = [path.relative_to(parent) for path in Path(place.directory).rglob("*") if path.suffix != ".sock"]
     ways = [place._replace(directory=name).connect, partial(os.kill, pid, 0), partial(os.listdir, f"/proc/{pid}/fd")]
     ways += [partial(os.open, path, os.O_RDONLY) for path in paths]
-    assert reached(ways, parent, os.geteuid()) == list(range(len(ways)))
-    assert reached(ways, parent, 65_534) == []
+    assert reached(ways, parent, os.geteuid()) == [*range(len(ways)), 255]
+    assert reached(ways, parent, 65_534) == [255]
 
 
 async def test_a_keeper_keeps_no_pipe_of_the_engine_that_started_it_open(outside, join, pool):

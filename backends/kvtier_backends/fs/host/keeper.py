@@ -75,6 +75,7 @@ class KeptNamespace:
             await session.link.drained.wait()
             await asyncio.sleep(0)
         self.sessions[session] = True
+        self.report()  # What the scan has found meanwhile.
         if (complete := self.catalog.inventory.complete) is not None:
             session.link.send(wire.Inventory(pack_keys(()), there=True, scanned=complete))
 
@@ -90,7 +91,7 @@ class KeptNamespace:
     async def _report(self) -> None:
         async for event in self.catalog.inventory.watch():
             self._tell(event)
-            await asyncio.sleep(wire.SOON_S)  # All that has expired may be millions of keys: sessions read meanwhile.
+            await asyncio.sleep(0)  # All that has expired may be millions of keys: sessions read meanwhile.
 
     def _tell(self, event: api.InventoryEvent) -> None:
         if isinstance(event, api.ScanDone):

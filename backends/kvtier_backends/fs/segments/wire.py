@@ -26,6 +26,7 @@ LENGTH_BYTES = 4
 FRAME_BYTES_MAX = 64 << 20  # A batch of a million keys.
 FRAMES_AT_ONCE = 64  # Sent in one call.
 SOON_S = 0.005  # What other sessions change is told together: each message wakes a process.
+SOON_BYTES_MAX = 64 << 10
 UNSENT_BYTES_MAX = 64 << 20  # To a peer that does not read: its session ends then, and it may open another.
 
 _ANCILLARY_BYTES = socket.CMSG_SPACE(64 * array("i").itemsize)  # Of one receive: descriptors.
@@ -152,10 +153,7 @@ class Link:
         let_go_in_forks(self)
 
     def send(self, message: Message, descriptor: int | None = None, *, soon: bool = False) -> None:
-        """Send a message, at once, `soon` (with the next one at the latest) or when the peer takes it.
-
-        Its descriptor is closed then.
-        """
+        """Send a message and close its descriptor: at once, with the next one if `soon`, or when the peer takes it."""
         if self.closed or self.ending:
             if descriptor is not None:
                 os.close(descriptor)
@@ -170,7 +168,7 @@ class Link:
             self._forget_unsent()
             with suppress(OSError):  # It has ended.
                 self._socket.shutdown(socket.SHUT_WR)
-        elif not soon:
+        elif not soon or self._unsent_bytes > SOON_BYTES_MAX:
             self._flush()
 
     def close_when_sent(self) -> None:
