@@ -1,4 +1,4 @@
-"""What all simulated seeds need."""
+"""Fixtures of the simulation's tests."""
 
 import logging
 

@@ -26,7 +26,7 @@ LENGTH_BYTES = 4
 FRAME_BYTES_MAX = 64 << 20  # A batch of a million keys.
 FRAMES_AT_ONCE = 64  # Sent in one call.
 SOON_S = 0.005  # What other sessions change is told together: each message wakes a process.
-SOON_BYTES_MAX = 64 << 10
+SOON_BYTES_MAX = 64 << 10  # A backlog is sent as it grows.
 UNSENT_BYTES_MAX = 64 << 20  # To a peer that does not read: its session ends then, and it may open another.
 
 _ANCILLARY_BYTES = socket.CMSG_SPACE(64 * array("i").itemsize)  # Of one receive: descriptors.
