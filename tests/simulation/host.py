@@ -29,7 +29,8 @@ from tests.simulation.world import Verdict, errors_of, failed
 SEGMENT_BYTES = 32 << 10
 SLOT_BYTES = 2 * ROW_BYTES
 PATIENCE_S = 300.0  # After so much virtual time a call counts as hung.
-SETTLING_S = 100.0  # No process is stopped, and no call hangs, for longer.
+SETTLING_S = 60.0  # No process is stopped, and no call hangs, for half as long.
+CALM_S = 20.0  # Once nothing fails any more, all that is owed is done in this time.
 LOCK = "kvtier-simulated-lock"
 LIVES_MAX = 3  # A killed engine is started again twice.
 
@@ -99,7 +100,7 @@ class Host:
         self.dice, self.keys, self.options, self.habits, faults = draw(seed)
         self.machine = Machine(self.dice, faults)
         self.width_bytes = self.dice.choice((SLOT_BYTES, 5 * SLOT_BYTES, 64 << 20))
-        self.linger_s = self.dice.choice((0.5, 300.0))
+        self.linger_s = self.dice.choice((0.5, 30.0))
         self.is_roomy = self.options.capacity_bytes > 5 * SEGMENT_BYTES
         self.keeper = self.listener = None
         self.stores, self.deletes = Calls(), Calls()
@@ -162,7 +163,7 @@ class Host:
             process = Process(self.machine, "observer", self._bury_engine)
             await process.begin(self._observe(process, model))
             process.kill()
-        await asyncio.sleep(self.linger_s + SETTLING_S)
+        await asyncio.sleep(self.linger_s + CALM_S)
         assert self.listener.process.is_gone, "the keeper has nobody and goes on"
         await asyncio.gather(*self.machine.burials)
         assert self.machine.loop.ends == {}, "descriptors of processes are left"
@@ -214,7 +215,7 @@ class Host:
         with suppress(BackendUnavailable):  # It may have lost its keeper since its last call.
             await tier.delete([])
         await tier.delete([])
-        await asyncio.sleep(SETTLING_S)
+        await asyncio.sleep(CALM_S)
         mapper = tier._lives.now.tier.context.mapper
         table = self.keeper._namespaces[mapper.folder, mapper.fingerprint, ROW_BYTES].catalog.table
         believed = {key for key, is_there in zip(self.keys, await tier.probe(self.keys), strict=True) if is_there}
@@ -290,9 +291,9 @@ class Host:
 
     async def _observe(self, process, model):
         """See what is there, and that nobody holds anything any more."""
-        await asyncio.sleep(SETTLING_S)
+        await asyncio.sleep(CALM_S)
         tier = await self._opened(process, model)
-        await asyncio.sleep(SETTLING_S)
+        await asyncio.sleep(CALM_S)
         keeper = self.keeper
         for namespace in keeper._namespaces.values():
             table = namespace.catalog.table
