@@ -94,10 +94,10 @@ class Process:
 
     def __init__(self, machine, name, bury):
         self.machine, self.name, self._bury = machine, name, bury
-        self.is_cut = self.is_dying = self.is_gone = False  # Cut: nothing leaves it any more.
+        self.is_cut = self.is_dying = self.is_gone = self.is_buried = False  # Cut: nothing leaves it any more.
         self.stops = 0
         self.tier, self.keeper, self.storing = None, None, Counter()
-        self.tasks, self.ends, self.running = {}, [], {}
+        self.tasks, self.ends, self.holders, self.running = {}, [], [], {}
         self._waiting = []  # Callbacks of a stopped process.
         self.context = copy_context()
         self.context.run(PROCESS.set, self)
@@ -138,7 +138,7 @@ class Process:
         for call in list(self.running.values()):
             if machine.dice.random() < 0.8:
                 machine.met.append(("late call", self.name.split()[0]))
-                machine.loop.call_later(machine.dice.uniform(0, dies_s), call, context=self.context)
+                machine.loop.call_later(machine.dice.uniform(0, dies_s), _unheard, call, context=self.context)
         machine.loop.call_later(dies_s, self._end)
 
     def _end(self):
@@ -158,6 +158,7 @@ class Process:
                 task.cancel()
             await asyncio.wait(list(self.tasks))
         self._bury(self)
+        self.is_buried = True
 
     def tell(self, descriptor):
         """Tell whoever waits for this process's end by a descriptor of it."""
@@ -174,6 +175,11 @@ class Process:
         number = os.open(os.devnull, os.O_RDONLY)
         self.machine.loop.ends[number] = self, None
         return number
+
+
+def _unheard(call):
+    with suppress(Exception):  # Whoever waited for it is dead.
+        call()
 
 
 class End:

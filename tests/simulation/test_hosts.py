@@ -43,7 +43,13 @@ def publish_all(self, held, written, *, told):
 
 
 BREAKS = {  # What is replaced, by what; how the simulation says it; and seeds, of which the first meets it soon.
-    "a chunk that was deleted in its store is there": (Session, "_publish", publish_void, "deleted", range(494, 900)),
+    "a chunk that was deleted in its store is there": (
+        Session,
+        "_publish",
+        publish_void,
+        "deleted",
+        range(1_000, 1_400),
+    ),
     "what a session holds outlives it": (Session, "_end", lambda *_: None, "", range(50)),
     "the gate gets nothing back": (Pass, "end", lambda _: None, "", range(50)),
     "a lease pins for ever": (LocalCatalog, "release", lambda *_: None, "pinned by nobody", range(50)),

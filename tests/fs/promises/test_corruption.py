@@ -15,7 +15,7 @@ from kvtier.testing.conformance import Lender, key_of, keys_of, label
 from kvtier_backends.fs import ChunkFault
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.segments.segment import HEADER_BYTES
-from tests.fs.conftest import ROW_BYTES, SLOT_BYTES, Place, segments, taken_bytes, whole
+from tests.fs.conftest import ROW_BYTES, SLOT_BYTES, Place, segments, taken_bytes, until, whole
 
 KEY = key_of(1)
 Damage = Callable[[Place], object]
@@ -114,6 +114,14 @@ async def test_a_slot_torn_before_a_start_is_a_miss(open_tier, stored, lender, p
     assert list(await tier.probe(keys_of(3))) == [True, told == "ChunkCorrupt", True]
     assert await lender.recall(tier, keys_of(3)) == [label(key_of(0)), told, label(key_of(2))]
     assert tier.counters().corrupt == faults
+
+
+async def test_a_start_wipes_the_slots_that_it_found_torn(open_tier, stored, place_of):
+    await stored(keys_of(3), layout="segments", checkpoint_s=0)
+    torn = place_of(KEY)
+    torn.overwrite(ROW_BYTES + 70, b"\xff")
+    await open_tier(layout="segments", checkpoint_s=0, scanned=True)
+    await until(lambda: torn.read()[ROW_BYTES:] == bytes(FOOTER_BYTES))
 
 
 @pytest.mark.promise("Segments: a segment's first page is damaged, or it cannot be opened")

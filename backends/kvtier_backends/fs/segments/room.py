@@ -146,6 +146,7 @@ class Room:
     async def shrink(self) -> None:
         if self._table.scanning:
             return
+        self._wiping.check()  # Of slots that the start found outdated, or that could not be wiped.
         await self._look_at_disk()
         async with self.changing:
             while (free_bytes := self._capacity.free_bytes()) is not None and free_bytes < 0:
