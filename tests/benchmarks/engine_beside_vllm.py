@@ -18,19 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-os.environ.update(
-    {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    | os.environ  # Its test runs where they are set.
-)
-
+import tests.vllm.conftest  # noqa: F401  # It sets what vLLM reads when it is imported.
 from tests.vllm.engines import Engine, fill, kvtier, prompts, sampling
 from tests.vllm.models import llama
 from tests.vllm.vllm_tiering import vllm_tiering

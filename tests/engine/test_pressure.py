@@ -42,17 +42,9 @@ class Run(NamedTuple):
     promoted: int
 
 
-async def serve(
-    rows=ROWS,
-    lease_share=0.5,
-    lease_s=10.0,
-    prompts=PROMPTS,
-    manager=TieringOffloadingManager,
-    chunks_per_s=200,
-    pace=PACE,
-):
+async def serve(rows=ROWS, prompts=PROMPTS, manager=TieringOffloadingManager, chunks_per_s=200, pace=PACE, **limits):
     device = {"type": "dummy", "latency_s": 0.001, "bandwidth_bytes_per_s": chunks_per_s * CHUNK_BYTES}
-    limits = {"lease_share": lease_share, "lease_s": lease_s}
+    limits = {"lease_share": 0.5, "lease_s": 10.0} | limits
     async with await manager.open(describe(rows, device, limits=limits)) as engine:
         for prompt in prompts:
             await engine.put(prompt.keys, [chunk_of(key, CHUNK_BYTES) for key in prompt.keys])

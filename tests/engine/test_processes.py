@@ -187,14 +187,7 @@ def test_a_fork_of_the_owner_can_only_read_counters_and_the_owner_goes_on(run):
     forked = run(
         FORKED
         + """
-ARGUMENTS = {
-    "key": key(1),
-    "keys": [key(1)],
-    "chunks": [chunk(1)],
-    "request_id": "known",
-    "tokens": 1,
-    "seconds": 1.0,
-}
+ARGUMENTS = {"key": key(1), "keys": [key(1)], "chunks": [chunk(1)], "request_id": "known", "tokens": 1, "seconds": 1.0}
 
 def refused(of, name):
     method = getattr(of, name)

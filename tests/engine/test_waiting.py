@@ -17,13 +17,8 @@ SLOW = {"type": "dummy", "latency_s": 1.0}
 def faulty(deadline_s=10.0, hang_s=None, **script):
     """Describe a tier that does what the script says, call by call, and afterwards works."""
     faults = {} if hang_s is None else {"faults": {"hang_s": hang_s}}
-    return {
-        "type": FAULTY,
-        "inner": {"type": "dummy"},
-        "script": script,
-        "limits": {"deadline_s": deadline_s},
-        **faults,
-    }
+    limits = {"deadline_s": deadline_s}
+    return {"type": FAULTY, "inner": {"type": "dummy"}, "script": script, "limits": limits, **faults}
 
 
 async def test_a_long_put_has_its_turn_among_many_short_ones(open_engine):

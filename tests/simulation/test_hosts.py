@@ -8,6 +8,7 @@ from kvtier_backends.fs.host.gate import Pass
 from kvtier_backends.fs.host.keeper import KeptNamespace, Session
 from kvtier_backends.fs.segments.catalog import LocalCatalog
 from kvtier_backends.fs.segments.kept import KeptCatalog
+from kvtier_backends.fs.segments.recovery import SegmentsStart
 from tests.simulation.host import simulate
 from tests.simulation.world import run_seeds
 
@@ -29,7 +30,7 @@ def test_a_seed_tells_one_story():
 
 # A simulation that finds nothing proves nothing: each of these breaks a keeper or an engine, and a few seeds find it.
 
-publish, kept = Session._publish, KeptCatalog.publish
+publish, kept, note = Session._publish, KeptCatalog.publish, SegmentsStart._note
 
 
 def publish_void(self, call_id, held, written, namespace):
@@ -42,19 +43,24 @@ def publish_all(self, held, written, *, told):
     kept(self, held, [True] * len(written), told=told)
 
 
+def note_free(self, seen):
+    note(self, seen._replace(held=(), free=[*seen.free, *((chunk.slot, 1) for chunk in seen.held)]))
+
+
 BREAKS = {  # What is replaced, by what; how the simulation says it; and seeds, of which the first meets it soon.
     "a chunk that was deleted in its store is there": (
         Session,
         "_publish",
         publish_void,
         "deleted",
-        range(1_000, 1_400),
+        range(1_000, 1400),
     ),
     "what a session holds outlives it": (Session, "_end", lambda *_: None, "", range(50)),
     "the gate gets nothing back": (Pass, "end", lambda _: None, "", range(50)),
     "a lease pins for ever": (LocalCatalog, "release", lambda *_: None, "pinned by nobody", range(50)),
     "others are told nothing": (KeptNamespace, "_tell", lambda *_: None, "believes", range(50)),
     "a lost keeper is not noticed": (KeptCatalog, "_lose", lambda *_: None, "never ends", range(50)),
+    "a start takes chunks for free": (SegmentsStart, "_note", note_free, "promised and not there", range(473, 900, 2)),
     "a store that failed is published": (KeptCatalog, "publish", publish_all, "", range(200)),
 }
 

@@ -32,47 +32,28 @@ def another_llama(folder):
 def gemma3(folder):
     """Sliding windows of 128 tokens in five of six layers, full attention in the sixth."""
     return _saved(
-        folder / "gemma3",
-        transformers.Gemma3TextConfig,
-        num_hidden_layers=6,
-        num_key_value_heads=2,
-        head_dim=32,
-        sliding_window=128,
-        query_pre_attn_scalar=32,
-    )
+        folder / "gemma3", transformers.Gemma3TextConfig, num_hidden_layers=6, num_key_value_heads=2, head_dim=32,
+        sliding_window=128, query_pre_attn_scalar=32,
+    )  # fmt: skip
 
 
 def deepseek_v2(folder):
     """Multi-head latent attention, dense layers only."""
     return _saved(
-        folder / "deepseek-v2",
-        transformers.DeepseekV2Config,
-        num_hidden_layers=2,
-        num_key_value_heads=8,
+        folder / "deepseek-v2", transformers.DeepseekV2Config, num_hidden_layers=2, num_key_value_heads=8,
         kv_lora_rank=512,  # What the CPU's kernels know.
-        q_lora_rank=None,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=32,
-        v_head_dim=32,
-        first_k_dense_replace=2,
-        n_routed_experts=4,
-        moe_intermediate_size=128,
-    )
+        q_lora_rank=None, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32, first_k_dense_replace=2,
+        n_routed_experts=4, moe_intermediate_size=128,
+    )  # fmt: skip
 
 
 def lfm2(folder):
     """Short convolutions, whose state vLLM keeps as it keeps Mamba's, in two of four layers."""
     return _saved(
-        folder / "lfm2",
-        transformers.Lfm2Config,
-        num_hidden_layers=4,
-        num_key_value_heads=4,
+        folder / "lfm2", transformers.Lfm2Config, num_hidden_layers=4, num_key_value_heads=4,
         layer_types=["conv", "full_attention", "conv", "full_attention"],
-        conv_L_cache=3,
-        conv_dim=256,
-        block_dim=256,
-        block_auto_adjust_ff_dim=False,
-    )
+        conv_L_cache=3, conv_dim=256, block_dim=256, block_auto_adjust_ff_dim=False,
+    )  # fmt: skip
 
 
 def _saved(path, config, seed=0, **fields):

@@ -47,17 +47,7 @@ class Bench:
     """One ledger, its events, and the actions that it has sent since the last look."""
 
     def __init__(
-        self,
-        rows=8,
-        tiers=1,
-        *,
-        policy="lru",
-        cascade_rows_max=None,
-        lease_rows_max=None,
-        lease_s=10.0,
-        action_chunks=64,
-        computing_s=None,
-        **limits,
+        self, rows=8, tiers=1, *, policy="lru", cascade_rows_max=None, lease_rows_max=None, computing_s=None, **limits
     ):
         """`computing_s`: seconds for computing a chunk of one token and one byte; None if unknown."""
         specs = [self.spec(f"tier{index}") for index in range(tiers)] if isinstance(tiers, int) else tiers
@@ -70,7 +60,9 @@ class Bench:
             rows,
             policy_class(policy)(rows),
             specs,
-            LedgerLimits(cascade_rows_max or rows, lease_rows_max or rows, lease_s, action_chunks, **limits),
+            LedgerLimits(
+                cascade_rows_max or rows, lease_rows_max or rows, **{"lease_s": 10.0, "action_chunks": 64} | limits
+            ),
             self.events,
             lambda *seen: self.observed.append(seen),
             PrefillSpeed(None if computing_s is None else 1 / computing_s),

@@ -1,7 +1,8 @@
 """The keeper's gate: it deals the device's width to sessions by bytes. Loads go first, up to a limit if stores wait.
 
-Start-time fair queueing (Goyal, Vin, Cheng 1996): a batch's tag is its session's last end or the time of the queue,
-whichever is later, and the least tag goes first. So a light session never waits behind what heavy ones have queued.
+Fair queueing by bytes with the time of Goyal, Vin and Cheng (1996): a batch begins at its session's last end or at the
+greatest beginning that was let through, whichever is later, and the least end goes first. So a light session never
+waits behind what heavy ones have queued.
 """
 
 import asyncio
@@ -19,19 +20,19 @@ class Gate:
     def __init__(self, width_bytes: int = WIDTH_BYTES) -> None:
         self.taken_bytes = 0
         self._width_bytes = width_bytes
-        self._now = [0, 0]  # Tag of the last batch that was let through, for loads and for stores.
-        self._ends: dict[tuple[int, bool], int] = {}  # Tag at which the last batch of a session ends, by kind.
+        self._now = [0, 0]  # The greatest beginning that was let through, for loads and for stores.
+        self._ends: dict[tuple[int, bool], int] = {}  # Where the last batch of a session ends, by kind.
         self._before_bytes = 0  # Loads that stores have waited for since the last one passed.
         self._waiting: tuple[list[tuple[int, int, int, asyncio.Future[None]]], ...] = ([], [])
-        """Loads and stores, by tag. Of two with one tag, the smaller goes first, and then the earlier."""
+        """Loads and stores: where a batch ends, its number and bytes."""
         self._numbers = count()
 
     async def enter(self, session: int, size_bytes: int, *, is_store: bool) -> "Pass":
         """Wait for the batch's turn."""
-        tag = max(self._now[is_store], self._ends.get((session, is_store), 0))
-        self._ends[session, is_store] = tag + size_bytes
+        end = max(self._now[is_store], self._ends.get((session, is_store), 0)) + size_bytes
+        self._ends[session, is_store] = end
         through: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heappush(self._waiting[is_store], (tag, size_bytes, next(self._numbers), through))
+        heappush(self._waiting[is_store], (end, next(self._numbers), size_bytes, through))
         self.deal()
         try:
             await through
@@ -53,12 +54,12 @@ class Gate:
         loads, stores = self._waiting
         while loads or stores:
             is_store = not loads or (bool(stores) and self._before_bytes >= LOADS_MAX * self._width_bytes)
-            tag, size_bytes, _, through = self._waiting[is_store][0]
+            end, _, size_bytes, through = self._waiting[is_store][0]
             if not through.done():  # A done one was cancelled.
                 if self.taken_bytes and self.taken_bytes + size_bytes > self._width_bytes:
                     return
                 self._before_bytes = 0 if is_store or not stores else self._before_bytes + size_bytes
-                self._now[is_store] = tag
+                self._now[is_store] = max(self._now[is_store], end - size_bytes)
                 self.taken_bytes += size_bytes
                 through.set_result(None)
             heappop(self._waiting[is_store])
