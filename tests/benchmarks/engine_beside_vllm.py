@@ -18,7 +18,11 @@ import tempfile
 import time
 from pathlib import Path
 
-import tests.vllm.conftest  # noqa: F401  # It sets what vLLM reads when it is imported.
+os.environ.update({
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
+} | os.environ)  # fmt: skip  # Its test runs where they are set.
+
 from tests.vllm.engines import Engine, fill, kvtier, prompts, sampling
 from tests.vllm.models import llama
 from tests.vllm.vllm_tiering import vllm_tiering

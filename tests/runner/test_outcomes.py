@@ -71,7 +71,8 @@ def test_a_runner_whose_tier_stopped_its_loop_can_be_closed(nothing_left, tier, 
     with bridge("thread", {"type": f"{RUDE}:{tier}"}) as runner:
         runner.send([Cascade(1, 0, KEYS, pack_rows([0, 1]))])
         assert runner.wait(PATIENCE_S)
-        runner._thread.join(PATIENCE_S * left)  # Its loop is closed by then.
+        runner._thread.join(PATIENCE_S * left)
+        assert runner._thread.is_alive() == (left == 0)
         assert runner.close(0.2) == left
 
 

@@ -17,7 +17,7 @@ from contextvars import Context, ContextVar, copy_context
 from functools import partial
 
 from kvtier.backend import Lanes
-from kvtier.errors import BackendClosed
+from kvtier.errors import BackendClosed, KVTierError
 from kvtier.testing.virtual_time import VirtualTimeLoop
 from tests.simulation.turns import TURNS_AT_ONE_MOMENT_MAX
 
@@ -178,7 +178,7 @@ class Process:
 
 
 def _unheard(call):
-    with suppress(Exception):  # Whoever waited for it is dead.
+    with suppress(OSError, KVTierError):  # The waiting task is dead.
         call()
 
 

@@ -108,18 +108,12 @@ def _tier(dice, seed, index):
     device = _device(dice, seed, index)
     moments = ("store", "store", "evict", "evict", "second_use")
     return {
-        "type": WITNESS,
-        "name": f"tier{index}",
-        "book": book_name(seed, index),
-        "deadline_s": deadline_s,
-        "inner": device,
-        "faults": _faults(dice, deadline_s),
-        "seed": seed,
-        "limits": limits,
+        "type": WITNESS, "name": f"tier{index}", "book": book_name(seed, index), "deadline_s": deadline_s,
+        "inner": device, "faults": _faults(dice, deadline_s), "seed": seed, "limits": limits,
         "cascade": random.Random(f"cascade of seed {seed}, tier {index}").choice(moments),
         "medium": dice.choice((None, "CPU", "STORAGE")),
         "locality": dice.choice((None, "LOCAL", "REMOTE")),
-    }
+    }  # fmt: skip
 
 
 def book_name(seed, index):

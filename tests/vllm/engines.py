@@ -131,17 +131,10 @@ class Engine:
         for name in [name for name, value in changes.items() if value is None]:
             del changes[name]
         arguments: dict[str, Any] = {
-            "model": model,
-            "dtype": "bfloat16",
-            "skip_tokenizer_init": True,
-            "enforce_eager": True,
-            "enable_prefix_caching": True,
-            "num_gpu_blocks_override": gpu_blocks,
-            "block_size": BLOCK_TOKENS,
-            "max_model_len": 1_280,
-            "disable_log_stats": True,
-            "seed": 0,
-        }
+            "model": model, "dtype": "bfloat16", "skip_tokenizer_init": True, "enforce_eager": True,
+            "enable_prefix_caching": True, "num_gpu_blocks_override": gpu_blocks, "block_size": BLOCK_TOKENS,
+            "max_model_len": 1_280, "disable_log_stats": True, "seed": 0,
+        }  # fmt: skip
         try:
             self.llm = LLM(**arguments | changes)
         except BaseException:

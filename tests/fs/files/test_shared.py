@@ -162,7 +162,7 @@ async def test_room_of_removed_files_is_given_out_after_a_count(open_tier, lende
     monkeypatch.setattr(accounts, "AGAIN_TIMES", 0)  # The first scan may take long on a busy machine.
     tier = await open_tier(**SHARED)
     for start in range(0, 200, 10):
-        await lender.keep(tier, keys_of(10, start=start))
+        await until_stored(tier, lender, keys_of(10, start=start))
     for folder, _, names in os.walk(root):
         for name in fnmatch.filter(names, "*.bin"):
             Path(folder, name).unlink(missing_ok=True)  # The tier may be faster.

@@ -1,6 +1,7 @@
 """The keeper's gate, in virtual time: who waits for whom, and for how many bytes."""
 
 import asyncio
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -87,6 +88,16 @@ def test_batches_pass_within_the_width_and_a_larger_one_alone(batches, cancelled
             assert 0 <= taken_bytes <= WIDTH or taken_bytes in {size_bytes for _, size_bytes, _ in batches}
             await asyncio.sleep(0.0001)
         assert len(await crowd.sessions()) >= sum(not task.cancelled() for task in crowd.tasks)
+
+
+async def test_a_large_batch_waits_for_a_quarter_of_the_width_of_each_other_session():
+    crowd = Crowd()
+    for session in [*range(1, 6)] * 60:
+        await crowd.begin(session, WIDTH // 20)
+    at_once = len(crowd.through) // 5
+    await crowd.begin(LIGHT, 2 * WIDTH)
+    sessions = await crowd.sessions()
+    assert max(Counter(sessions[: sessions.index(LIGHT)]).values()) <= at_once + 5
 
 
 async def test_loads_go_before_stores_that_wait():

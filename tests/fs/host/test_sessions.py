@@ -516,7 +516,7 @@ def small_segments(monkeypatch):
     monkeypatch.setattr(room, "CLAIM_S", 0.01)
 
 
-async def test_namespaces_and_row_lengths_stay_within_one_capacity(kept_by, kind, join, root, small_segments):
+async def test_namespaces_and_row_lengths_stay_within_one_capacity(thorough, kept_by, kind, join, root, small_segments):
     tiers = [
         (await join(kind, row_bytes=row_bytes, model_name=model), Lender(row_bytes))
         for model in ("a", "b", "c")

@@ -1,8 +1,8 @@
 """The keeper's gate: it deals the device's width to sessions by bytes. Loads go first, up to a limit if stores wait.
 
-Fair queueing by bytes with the time of Goyal, Vin and Cheng (1996): a batch begins at its session's last end or at the
-greatest beginning that was let through, whichever is later, and the least end goes first. So a light session never
-waits behind what heavy ones have queued.
+Start-time fair queueing (Goyal, Vin, Cheng 1996): a batch's start tag is its session's last finish tag or the virtual
+time, whichever is later. The order is by start tag plus size, of which a quarter of the width counts at most: so small
+batches wait for no queue of large ones, and a large one does not wait for its size.
 """
 
 import asyncio
@@ -20,19 +20,19 @@ class Gate:
     def __init__(self, width_bytes: int = WIDTH_BYTES) -> None:
         self.taken_bytes = 0
         self._width_bytes = width_bytes
-        self._now = [0, 0]  # The greatest beginning that was let through, for loads and for stores.
-        self._ends: dict[tuple[int, bool], int] = {}  # Where the last batch of a session ends, by kind.
+        self._now = [0, 0]  # Virtual time: the greatest start tag that was let through, for loads and for stores.
+        self._ends: dict[tuple[int, bool], int] = {}  # Finish tag of the last batch of a session, by kind.
         self._before_bytes = 0  # Loads that stores have waited for since the last one passed.
-        self._waiting: tuple[list[tuple[int, int, int, asyncio.Future[None]]], ...] = ([], [])
-        """Loads and stores: where a batch ends, its number and bytes."""
+        self._waiting: tuple[list[tuple[int, int, int, int, asyncio.Future[None]]], ...] = ([], [])
         self._numbers = count()
 
     async def enter(self, session: int, size_bytes: int, *, is_store: bool) -> "Pass":
         """Wait for the batch's turn."""
-        end = max(self._now[is_store], self._ends.get((session, is_store), 0)) + size_bytes
-        self._ends[session, is_store] = end
+        start = max(self._now[is_store], self._ends.get((session, is_store), 0))
+        self._ends[session, is_store] = start + size_bytes
         through: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heappush(self._waiting[is_store], (end, next(self._numbers), size_bytes, through))
+        place = start + min(size_bytes, self._width_bytes // 4)  # See above.
+        heappush(self._waiting[is_store], (place, next(self._numbers), start, size_bytes, through))
         self.deal()
         try:
             await through
@@ -54,12 +54,12 @@ class Gate:
         loads, stores = self._waiting
         while loads or stores:
             is_store = not loads or (bool(stores) and self._before_bytes >= LOADS_MAX * self._width_bytes)
-            end, _, size_bytes, through = self._waiting[is_store][0]
+            _, _, start, size_bytes, through = self._waiting[is_store][0]
             if not through.done():  # A done one was cancelled.
                 if self.taken_bytes and self.taken_bytes + size_bytes > self._width_bytes:
                     return
                 self._before_bytes = 0 if is_store or not stores else self._before_bytes + size_bytes
-                self._now[is_store] = max(self._now[is_store], end - size_bytes)
+                self._now[is_store] = max(self._now[is_store], start)
                 self.taken_bytes += size_bytes
                 through.set_result(None)
             heappop(self._waiting[is_store])

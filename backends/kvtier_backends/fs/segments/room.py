@@ -97,7 +97,7 @@ class Room:
         self._table = table
         self.segments = table.segments
         self._folder = folder
-        self._wiping = wiping
+        self.wiping = wiping
         self._capacity = tier.capacity
         self._settling = Settling(tier)
         self._full_until_s = 0.0
@@ -118,7 +118,7 @@ class Room:
         try:
             while len(slots) < count and await self._grow(count - len(slots)):
                 slots += table.take_free(count - len(slots))
-            while len(slots) < count and await self._wiping.until_some_wiped():
+            while len(slots) < count and await self.wiping.until_some_wiped():
                 slots += table.take_free(count - len(slots))
         except BaseException:
             table.give_back(slots)
@@ -146,7 +146,6 @@ class Room:
     async def shrink(self) -> None:
         if self._table.scanning:
             return
-        self._wiping.check()  # Of slots that the start found outdated, or that could not be wiped.
         await self._look_at_disk()
         async with self.changing:
             while (free_bytes := self._capacity.free_bytes()) is not None and free_bytes < 0:
@@ -164,7 +163,7 @@ class Room:
         self._tier.counters.count("expired", len(expired))
         self._table.inventory.lost(*expired)
         self._table.remove(expired)
-        self._wiping.check()
+        self.wiping.check()
 
     async def remove_coldest(self) -> bool:
         slot = self._table.coldest()
