@@ -31,7 +31,7 @@ class Gate:
         start = max(self._now[is_store], self._ends.get((session, is_store), 0))
         self._ends[session, is_store] = start + size_bytes
         through: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        place = start + min(size_bytes, self._width_bytes // 4)  # See above.
+        place = start + min(size_bytes, self._width_bytes // 4)
         heappush(self._waiting[is_store], (place, next(self._numbers), start, size_bytes, through))
         self.deal()
         try:

@@ -90,7 +90,7 @@ class SegmentsStart:
         counters.count("scan_failed", self._failed)
         table.index.order_idle(await self._lane.run(oldest_last, *table.index.idle()))
         table.scan_ended(complete=not self._failed)
-        self._room.wiping.check()  # Slots were found outdated.
+        self._room.wiping.check()  # The scan may have found torn or outdated slots.
         await self._room.shrink()
         self._writes_checkpoints = True
         self.done.set()
