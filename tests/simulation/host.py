@@ -161,8 +161,6 @@ class Host:
         """Close what the kernel closes of a keeper."""
         for session in list(process.keeper._sessions):
             session.close()
-        for holder in process.holders:
-            holder.forked()
         for fd, name in open_files():
             if LOCK in name:
                 os.close(fd)
@@ -210,7 +208,6 @@ class Host:
             assert self.counts["corrupt"] <= self.overwritten_max, process.tier.counters()
             self.stores.under_way.subtract(process.storing)
             process.tier._lives.close()
-            process.tier._lives.now.close_files()
 
     async def _opened(self, process, model):
         context = api.TierContext(process.name, api.FileMapper(api.Namespace(model_name=model)), ROWS[model])
@@ -276,11 +273,11 @@ class Host:
 
     async def _load(self, tier, model, keys):
         reads = [api.Read(key, memoryview(bytearray(ROWS[model]))) for key in keys]
-        absent = {key for key in keys if (model, key) in self.absent}
+        absent = self.stores.quiet((model, key) for key in keys if (model, key) in self.absent)
         for read, outcome in zip(reads, await tier.load(reads), strict=True):
             if outcome is None:
                 assert read.into == chunk_of(read.key, ROWS[model]), f"wrong bytes: {read.key.hex()}"
-                assert read.key not in absent or (model, read.key) not in self.absent, f"deleted: {read.key.hex()}"
+                assert (model, read.key) not in self.stores.none_since(absent), f"deleted: {read.key.hex()}"
             else:
                 assert isinstance(outcome, ChunkMissing | ChunkCorrupt), outcome
             self.counts["missing" if outcome else "loaded"] += 1

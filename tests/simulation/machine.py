@@ -158,6 +158,8 @@ class Process:
                 task.cancel()
             await asyncio.wait(list(self.tasks))
         self._bury(self)
+        for holder in self.holders:  # The kernel closes what they have.
+            holder.forked()
         self.is_buried = True
 
     def tell(self, descriptor):
