@@ -322,8 +322,9 @@ class Host:
         reads = [api.Read(key, memoryview(bytearray(ROWS[model]))) for key in believed]
         outcomes = await tier.load(reads)
         assert all(outcome is None or isinstance(outcome, ChunkCorrupt) for outcome in outcomes), outcomes
-        there = [read.key for read, outcome in zip(reads, outcomes, strict=True) if outcome is None]
-        wrong = [read.key for read in reads if read.key in there and read.into != chunk_of(read.key, ROWS[model])]
+        loaded = [read for read, outcome in zip(reads, outcomes, strict=True) if outcome is None]
+        there = [read.key for read in loaded]
+        wrong = [read.key for read in loaded if read.into != chunk_of(read.key, ROWS[model])]
         assert not wrong, f"wrong bytes: {wrong}"
         if self.is_roomy:
             lost = {key for of, key in self.promised if of == model}.difference(there)

@@ -23,7 +23,7 @@ class Gate:
         self._now = [0, 0]  # Virtual time: the greatest start tag that was let through, for loads and for stores.
         self._ends: dict[tuple[int, bool], int] = {}  # Finish tag of the last batch of a session, by kind.
         self._before_bytes = 0  # Loads that stores have waited for since the last one passed.
-        self._waiting: tuple[list[tuple[int, int, int, int, asyncio.Future[None]]], ...] = ([], [])
+        self._waiting: tuple[list[tuple[int, int, int, int, asyncio.Future[None]]], ...] = ([], [])  # Heaps, by place.
         self._numbers = count()
 
     async def enter(self, session: int, size_bytes: int, *, is_store: bool) -> "Pass":
